@@ -1,0 +1,143 @@
+"""Packs the rows of many requests into one forward pass.
+
+A request contributes a `Segment`: a chain of pending tokens (one in decoding, many in prefill), and
+a draft tree hanging on the last of them. Every row's K and V go to the next free slots of the
+request's range, in row order; a row sees the committed slots and its own ancestors.
+
+Shape suffixes: T packed rows, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretell.cache.arena import KVArena
+from foretell.kernels import Visibility
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one request in one step.
+
+    Args:
+        start: first slot of the request's range in the arena.
+        past: committed tokens, stored at slots [start, start + past).
+        pending: tokens that follow them, a chain; at least one.
+        draft: tokens of the draft tree.
+        parents: index of each draft token's parent in `draft`; -1 = the last pending token. A parent
+            comes before its children.
+        logits: whether the last pending token's logits are wanted; a draft always gets them.
+    """
+
+    start: int
+    past: int
+    pending: Sequence[int]
+    draft: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    logits: bool = True
+
+    @property
+    def rows(self) -> int:
+        return len(self.pending) + len(self.draft)
+
+    def paths(self) -> list[list[int]]:
+        """For each draft token, the rows of its ancestors among the draft and its own, in order."""
+        paths: list[list[int]] = []
+        for node, parent in enumerate(self.parents):
+            above = paths[parent] if parent >= 0 else []
+            paths.append([*above, len(self.pending) + node])
+        return paths
+
+
+@dataclass
+class Batch:
+    """One forward pass over packed rows; see `pack`.
+
+    Attributes:
+        token_T, position_T: int64 on the model's device and, for positions, on the CPU too.
+        logit_R: packed rows whose logits are wanted, in the order of the segments.
+        segments: (first row, Segment) per request.
+        attend_calls: attention layers that have run on this batch; the model checks it.
+    """
+
+    token_T: Tensor
+    position_T: Tensor
+    position_cpu_T: Tensor
+    logit_R: Tensor
+    segments: list[tuple[int, Segment]]
+    arena: KVArena
+    attend_calls: int = 0
+    _seen: dict[int | None, Visibility] = field(default_factory=dict)
+
+    def seen(self, window: int | None) -> Visibility:
+        """What each row sees in a layer with this sliding window (None = everything before it)."""
+        if window not in self._seen:
+            self._seen[window] = _visibility(self.segments, window)
+        return self._seen[window]
+
+
+def pack(segments: Sequence[Segment], arena: KVArena) -> Batch:
+    """The batch of these segments over `arena`."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    placed: list[tuple[int, Segment]] = []
+    for segment in segments:
+        row = len(tokens)
+        last = row + len(segment.pending) - 1
+        placed.append((row, segment))
+        tokens.extend(segment.pending)
+        tokens.extend(segment.draft)
+        tail = segment.past + len(segment.pending)
+        positions.extend(range(segment.past, tail))
+        positions.extend(tail + len(path) - 1 for path in segment.paths())
+        if segment.logits or segment.draft:
+            logit_rows.extend(range(last, row + segment.rows))
+    position_T = torch.tensor(positions, dtype=torch.int64)
+    device = arena.device
+    return Batch(
+        token_T=torch.tensor(tokens, dtype=torch.int64, device=device),
+        position_T=position_T.to(device),
+        position_cpu_T=position_T,
+        logit_R=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        segments=placed,
+        arena=arena,
+    )
+
+
+def _visibility(segments: list[tuple[int, Segment]], window: int | None) -> Visibility:
+    slots, bases, lows, highs = [], [], [], []
+    counts: list[int] = [0]
+    extra: list[int] = []
+    for _, segment in segments:
+        chain = len(segment.pending)
+        first = segment.start + segment.past
+        slots.append(torch.arange(first, first + segment.rows))
+        bases.append(torch.full((segment.rows,), segment.start))
+        high = torch.arange(segment.past + 1, segment.past + segment.rows + 1)
+        low = torch.zeros_like(high) if window is None else (high - window).clamp_(min=0)
+        counts.extend([0] * chain)
+        for row, path in enumerate(segment.paths(), start=chain):
+            # rows of the path that directly follow the committed slots belong to the range
+            run = next((i for i, at in enumerate(path) if at != chain + i), len(path))
+            oldest = 0 if window is None else max(0, segment.past + chain + len(path) - window)
+            high[row] = segment.past + chain + run
+            low[row] = min(oldest, int(high[row]))
+            seen = [i for i in range(run, len(path)) if segment.past + chain + i >= oldest]
+            extra.extend(segment.past + path[i] for i in seen)
+            counts.append(len(seen))
+        lows.append(low)
+        highs.append(high)
+    return Visibility(
+        slot_T=torch.cat(slots),
+        base_T=torch.cat(bases),
+        lo_T=torch.cat(lows),
+        hi_T=torch.cat(highs),
+        extra_start=torch.tensor(counts, dtype=torch.int64).cumsum(0),
+        extra=torch.tensor(extra, dtype=torch.int64),
+        segments=tuple((row, segment.rows) for row, segment in segments),
+    )

@@ -1,0 +1,48 @@
+"""The slots that hold keys and values.
+
+Shape suffixes: L layers, K key/value heads, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVArena:
+    """K and V of all requests: one slot per token, the same slot in every layer and head.
+
+    Args:
+        layers, kv_heads, dim: the model's attention shape.
+        slots: tokens that fit.
+    """
+
+    def __init__(
+        self, layers: int, kv_heads: int, dim: int, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (layers, kv_heads, slots, dim)
+        # zeros, not empty: a masked slot is multiplied by weight 0 and must be finite
+        self.keys_LKSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.values_LKSD = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def slots(self) -> int:
+        return self.keys_LKSD.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys_LKSD.device
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, [K, S, D] each."""
+        return self.keys_LKSD[index], self.values_LKSD[index]
+
+    def move(self, source: Sequence[int], target: int) -> None:
+        """Copies slots `source` to `target, target + 1, ...`; the two may overlap."""
+        if not source or (source[0] == target and source[-1] - target == len(source) - 1):
+            return
+        index = torch.tensor(source, dtype=torch.int64, device=self.device)
+        for store_LKSD in (self.keys_LKSD, self.values_LKSD):
+            store_LKSD[:, :, target : target + len(source)] = store_LKSD[:, :, index]

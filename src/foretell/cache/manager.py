@@ -1,0 +1,124 @@
+"""Who owns which slots: admission by reservation, commit and rollback, reuse of prefixes.
+
+A request owns one contiguous range, reserved when it is admitted for the longest it can become, so
+reads are views and nothing can run out half-way. A finished request's range stays as a source of
+prefixes until its slots are needed; the least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from foretell.cache.arena import KVArena
+
+
+@dataclass(eq=False)
+class Lease:
+    """A request's slots [start, start + capacity).
+
+    Slot start + i holds the K and V of `tokens[i]` for every i < `length`; `tokens` is the request's
+    own list and may run ahead.
+    """
+
+    start: int
+    capacity: int
+    tokens: list[int]
+    length: int = 0
+
+
+class KVCache:
+    """Hands out leases of an arena. `reused` counts tokens that a prefix hit saved."""
+
+    def __init__(self, arena: KVArena) -> None:
+        self.arena = arena
+        self.reused = 0
+        self._live: list[Lease] = []
+        self._kept: list[Lease] = []  # least recently used first
+
+    def reserve(self, tokens: list[int], capacity: int) -> Lease | None:
+        """A lease for a request that will hold at most `capacity` tokens; None = wait.
+
+        The longest prefix of `tokens` that any other lease holds is copied into it, but for the last
+        token: its logits are still to be computed.
+        """
+        source, hit = self._longest_prefix(tokens)
+        start = self._make_room(capacity)
+        if start is None:
+            return None
+        if source is not None and source in self._kept:
+            self._kept.remove(source)
+            self._kept.append(source)
+        lease = Lease(start, capacity, tokens)
+        if source is not None and hit:
+            self.arena.move(range(source.start, source.start + hit), start)
+            self._drop_overlapping(lease)
+            lease.length = hit
+            self.reused += hit
+        else:
+            self._drop_overlapping(lease)
+        self._live.append(lease)
+        return lease
+
+    def commit(self, lease: Lease, rows: Sequence[int]) -> None:
+        """Keeps these rows of the block that was written behind `lease.length`, in this order, and
+        forgets the others."""
+        first = lease.start + lease.length
+        self.arena.move([first + row for row in rows], first)
+        lease.length += len(rows)
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease; what it holds stays a source of prefixes."""
+        self._live.remove(lease)
+        lease.length = min(lease.length, len(lease.tokens))
+        if lease.length:
+            lease.tokens = lease.tokens[: lease.length]
+            lease.capacity = lease.length
+            self._kept.append(lease)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the accounting is broken."""
+        taken = sorted(self._live + self._kept, key=lambda lease: lease.start)
+        for lease in taken:
+            assert 0 <= lease.length <= lease.capacity, f"{lease.length=} {lease.capacity=}"
+            assert lease.length <= len(lease.tokens), f"{lease.length=} {len(lease.tokens)=}"
+            assert lease.start >= 0
+            assert lease.start + lease.capacity <= self.arena.slots, "range leaves the arena"
+        for before, after in pairwise(taken):
+            assert before.start + before.capacity <= after.start, "two ranges overlap"
+        assert all(lease.length == len(lease.tokens) for lease in self._kept), "kept range out of step"
+
+    def _longest_prefix(self, tokens: Sequence[int]) -> tuple[Lease | None, int]:
+        best, best_length = None, 0
+        for lease in (*self._live, *self._kept):
+            limit = min(lease.length, len(tokens) - 1)
+            if limit <= best_length or lease.tokens[: best_length + 1] != tokens[: best_length + 1]:
+                continue
+            length = best_length + 1
+            while length < limit and lease.tokens[length] == tokens[length]:
+                length += 1
+            best, best_length = lease, length
+        return best, best_length
+
+    def _make_room(self, capacity: int) -> int | None:
+        """The start of `capacity` slots that no live lease holds, at the cost of the kept ranges that
+        were used longest ago; None = there are none."""
+        kept = list(self._kept)
+        while True:
+            start = self._gap(capacity, [*self._live, *kept])
+            if start is not None or not kept:
+                return start
+            kept.pop(0)
+
+    def _gap(self, capacity: int, taken: Sequence[Lease]) -> int | None:
+        start = 0
+        for lease in sorted(taken, key=lambda lease: lease.start):
+            if lease.start - start >= capacity:
+                return start
+            start = lease.start + lease.capacity
+        return start if self.arena.slots - start >= capacity else None
+
+    def _drop_overlapping(self, new: Lease) -> None:
+        end = new.start + new.capacity
+        self._kept = [k for k in self._kept if k.start >= end or k.start + k.capacity <= new.start]

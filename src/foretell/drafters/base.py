@@ -1,0 +1,112 @@
+"""What a drafter is. It proposes tokens; it never decides what is emitted, so it can only change speed.
+
+Shape suffixes: T rows, W hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from foretell.models.base import TargetModel
+from foretell.models.tokenizer import Tokenizer
+from foretell.sampling import Sampler
+from foretell.types import DraftTree, Needs, StepPlan, Verdict
+
+
+class DraftRequest(Protocol):
+    """What a drafter may see of a request.
+
+    Attributes:
+        id: unique while the request lives.
+        tokens: prompt and emitted tokens; grows.
+        capacity: the most tokens that `tokens` can come to.
+        end_ids: tokens that end the answer.
+        sampler: how draft logits become proposals.
+    """
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+    @property
+    def sampler(self) -> Sampler: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What one step of the target showed of one request.
+
+    Args:
+        start: tokens of the request that the target had read before the step.
+        count: tokens that it has read since, all of them in `request.tokens`.
+        tree, verdict: what was drafted and kept; None while the prompt is being read.
+        hidden_TW, aux_TW: states of those `count` tokens, as far as the drafter needs them.
+    """
+
+    start: int
+    count: int
+    tree: DraftTree
+    verdict: Verdict | None
+    hidden_TW: Tensor | None = None
+    aux_TW: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+class Drafter(Protocol):
+    """The life of a drafter: start, (propose, observe) per step, finish.
+
+    `observe` is called after every step of a request, also when nothing was proposed, so that state
+    stays in step. Emitted tokens are in `request.tokens` by then.
+
+    Attributes:
+        needs: states of the target that `observe` wants.
+        expects: acceptance of its first draft token below which something is mis-wired; 0 = any.
+    """
+
+    needs: Needs
+    expects: float
+
+    def start(self, request: DraftRequest) -> None: ...
+
+    def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
+        """A tree of at most `plan.draft_tokens` nodes per request."""
+        ...
+
+    def observe(self, request: DraftRequest, seen: Observed) -> None: ...
+
+    def finish(self, request: DraftRequest) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter is built for: the target, its tokenizer (None in tests without text), and how
+    many tokens of all requests may be live at once."""
+
+    target: TargetModel
+    tokenizer: Tokenizer | None
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterEntry:
+    """A drafter in the registry.
+
+    Args:
+        build: (context, argument, options) -> drafter; `argument` is what follows the colon in
+            NAME:ARGUMENT, or None.
+        argument: what the argument is, for messages ("MODEL"); None = takes none.
+        options: frozen dataclass of the options, with their defaults.
+        about: one line for help texts.
+    """
+
+    build: Callable[[DrafterContext, str | None, Any], Drafter]
+    argument: str | None
+    options: type
+    about: str

@@ -1,0 +1,274 @@
+"""The step: plan, draft, verify in one forward pass, commit, emit. Every request, whatever its state
+and drafter, goes through it; a prompt is a long chain of pending tokens, plain decoding an empty draft.
+
+Shape suffixes: R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from secrets import randbits
+
+from torch import Tensor
+
+from foretell.attention import Segment, pack
+from foretell.cache import KVCache
+from foretell.drafters import Drafter, Observed
+from foretell.engine.detokenize import Detokenizer
+from foretell.engine.request import Chunk, Request
+from foretell.engine.scheduler import Scheduler
+from foretell.engine.verification import verify
+from foretell.errors import InputError
+from foretell.models.base import ForwardOutput, TargetModel
+from foretell.planner import Planner
+from foretell.sampling import Sampler
+from foretell.types import EMPTY_TREE, DraftTree, SamplingParams, StepStats, Verdict
+from foretell.verify import Rule
+
+_log = logging.getLogger(__name__)
+_DRAFTS_BEFORE_ALARM = 50
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One request's part of a step. `rows` index the step's logits."""
+
+    request: Request
+    tree: DraftTree
+    segment: Segment
+    rows: slice
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds of the phases of one step."""
+
+    laps: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+class Engine:
+    """Runs requests on one target with one drafter.
+
+    Args:
+        target: the model whose answers are wanted.
+        drafter: where proposals come from.
+        rule: how they are judged.
+        planner: how many are made.
+        decode: ids to text; None = requests have no text (and no stop strings).
+        kv_slots: tokens of all running requests that the KV cache holds.
+        max_batch: requests that run at once.
+        prefill_chunk: tokens of a prompt that one step reads.
+
+    Attributes:
+        stats: totals over all requests.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        rule: Rule,
+        planner: Planner,
+        *,
+        decode: Callable[[Sequence[int]], str] | None,
+        kv_slots: int,
+        max_batch: int = 16,
+        prefill_chunk: int = 512,
+    ) -> None:
+        self.target = target
+        self.rule = rule
+        self.cache = KVCache(target.new_arena(kv_slots))
+        self.stats = StepStats()
+        self._drafter = drafter
+        self._planner = planner
+        self._decode = decode
+        self._scheduler = Scheduler(self.cache, max_batch)
+        self._prefill_chunk = prefill_chunk
+        self._ids = itertools.count()
+        self._alarmed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self._scheduler.idle
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, end_ids: frozenset[int], answer: int = 0
+    ) -> Request:
+        """Queues a prompt.
+
+        Args:
+            prompt: token ids.
+            params: how to sample.
+            end_ids: the model's end tokens.
+            answer: index among `params.n` answers; moves the seed.
+
+        Raises:
+            InputError: empty prompt, ids outside the vocabulary, no room in context or cache.
+        """
+        self._check(prompt, params)
+        tokens = list(prompt)
+        ends = (frozenset() if params.ignore_eos else end_ids) | params.stop_ids
+        seed = randbits(63) if params.seed is None else params.seed
+        seed = (seed + answer * 0x9E3779B97F4A7C15) % (1 << 63)
+        request = Request(
+            id=next(self._ids),
+            params=params,
+            prompt_length=len(tokens),
+            tokens=tokens,
+            capacity=len(tokens) + params.max_tokens + self._planner.max_draft,
+            end_ids=ends,
+            sampler=Sampler(params, tokens, len(tokens), seed, ends, self.rule.draft_stream),
+            detokenizer=None if self._decode is None else Detokenizer(self._decode),
+            seed=seed,
+        )
+        self._scheduler.submit(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Ends a request now; its slots are free for the next step."""
+        if request.finish_reason is None:
+            request.finish("abort")
+            self._end(request)
+
+    def step(self) -> list[Chunk]:
+        """Advances every running request by one forward pass; returns what was emitted."""
+        clock = _Clock()
+        for request in self._scheduler.admit():
+            self._drafter.start(request)
+        running = list(self._scheduler.running)
+        if not running:
+            return []
+        work = self._place(running, self._draft(running))
+        clock.lap("draft_s")
+        output = self.target.forward(pack([w.segment for w in work], self.cache.arena), self._drafter.needs)
+        clock.lap("target_s")
+        verdicts = verify(self.rule, [(w.request.sampler, w.tree, output.logits_RV[w.rows]) for w in work])
+        clock.lap("verify_s")
+        chunks = self._settle(work, verdicts, output)
+        clock.lap("rest_s")
+        self._account(running, clock)
+        return chunks
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if not prompt:
+            raise InputError("the prompt is empty: it has no tokens")
+        context, vocabulary = self.target.max_context, self.target.vocab_size
+        if len(prompt) >= context:
+            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context holds {context}")
+        if len(prompt) + params.max_tokens > context:
+            raise InputError(
+                f"prompt ({len(prompt)} tokens) and max_tokens ({params.max_tokens}) exceed the model's "
+                f"context of {context}",
+                hint=f"max_tokens can be at most {context - len(prompt)}",
+            )
+        if bad := [token for token in prompt if not 0 <= token < vocabulary]:
+            raise InputError(f"prompt token {bad[0]} is outside the vocabulary of {vocabulary}")
+        if bad := [token for token in params.logit_bias if token >= vocabulary]:
+            raise InputError(f"logit_bias token {bad[0]} is outside the vocabulary of {vocabulary}")
+        if self._decode is None and params.stop_strings:
+            raise InputError("stop strings need a tokenizer")
+
+    def _draft(self, running: Sequence[Request]) -> list[DraftTree]:
+        """A tree per request; none for those whose prompt is still being read."""
+        ready = [request for request in running if request.unread <= self._prefill_chunk]
+        plans = self._planner.plan(ready)
+        trees = dict(zip([r.id for r in ready], self._drafter.propose(ready, plans), strict=True))
+        return [trees.get(request.id, EMPTY_TREE) for request in running]
+
+    def _place(self, running: Sequence[Request], trees: Sequence[DraftTree]) -> list[_Work]:
+        work: list[_Work] = []
+        row = 0
+        for request, tree in zip(running, trees, strict=True):
+            lease = request.lease
+            assert lease is not None
+            pending = request.tokens[lease.length :][: self._prefill_chunk]
+            complete = len(pending) == request.unread
+            segment = Segment(lease.start, lease.length, pending, tree.tokens, tree.parents, logits=complete)
+            count = 1 + len(tree) if complete else 0
+            work.append(_Work(request, tree, segment, slice(row, row + count)))
+            row += count
+        return work
+
+    def _settle(
+        self, work: Sequence[_Work], verdicts: Sequence[Verdict | None], output: ForwardOutput
+    ) -> list[Chunk]:
+        """Commits what was kept, emits it, shows it to the drafter; ends what is finished."""
+        chunks = []
+        first_row = 0
+        for part, verdict in zip(work, verdicts, strict=True):
+            request, lease, pending = part.request, part.request.lease, len(part.segment.pending)
+            assert lease is not None
+            start = lease.length
+            rows = [*range(pending), *(pending + node for node in (verdict.path if verdict else ()))]
+            self.cache.commit(lease, rows)
+            if verdict is not None:
+                chunks.append(self._emit(part, verdict, output.logits_RV[part.rows]))
+            if request.finish_reason is None:
+                seen = _observed(part, verdict, start, [first_row + row for row in rows], output)
+                self._drafter.observe(request, seen)
+            else:
+                self._end(request)
+            first_row += part.segment.rows
+        return chunks
+
+    def _emit(self, part: _Work, verdict: Verdict, logits_RV: Tensor) -> Chunk:
+        """Emits the accepted tokens and the next one, up to where the answer ends."""
+        request, before, accepted = part.request, part.request.emitted, 0
+        tokens = [*(part.tree.tokens[node] for node in verdict.path), verdict.next_token]
+        for index, (token, above) in enumerate(zip(tokens, (-1, *verdict.path), strict=True)):
+            drafted = index < len(verdict.path)
+            accepted += drafted
+            if reason := request.emit(token, logits_RV[above + 1], drafted=drafted):
+                request.finish(reason)
+                break
+        for stats in (request.stats, self.stats):
+            # a stop string can take back tokens of earlier steps
+            stats.record(part.tree, accepted, request.emitted - before)
+        return request.take()
+
+    def _end(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        self._drafter.finish(request)
+
+    def _account(self, running: Sequence[Request], clock: _Clock) -> None:
+        """Books the step's seconds; each request is charged for the whole step, which it waited for."""
+        for request in running:
+            if request.stats.steps <= 1:
+                request.stats.prefill_s += sum(clock.laps.values())
+        for stats in (*(r.stats for r in running if r.stats.steps > 1), self.stats):
+            for name, seconds in clock.laps.items():
+                setattr(stats, name, getattr(stats, name) + seconds)
+        self._check_acceptance()
+
+    def _check_acceptance(self) -> None:
+        """A drafter that is almost never right is mis-wired, which nothing else would show."""
+        stats = self.stats
+        if self._alarmed or stats.drafts < _DRAFTS_BEFORE_ALARM or not stats.accepted_at:
+            return
+        if stats.marginal[0] < self._drafter.expects:
+            self._alarmed = True
+            _log.warning(
+                "only %.1f %% of the drafts' first tokens were accepted (%d drafts): the drafter does not "
+                "fit this target; the output is right, but speculation costs time",
+                100 * stats.marginal[0],
+                stats.drafts,
+            )
+
+
+def _observed(
+    part: _Work, verdict: Verdict | None, start: int, rows: list[int], output: ForwardOutput
+) -> Observed:
+    hidden_TW = None if output.hidden_TW is None else output.hidden_TW[rows]
+    aux_TW = {layer: states_TW[rows] for layer, states_TW in output.aux_TW.items()}
+    return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW)

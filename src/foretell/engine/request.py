@@ -1,0 +1,168 @@
+"""A request's life: waiting, running, finished."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretell.cache import Lease
+from foretell.engine.detokenize import Detokenizer
+from foretell.sampling import Sampler
+from foretell.types import FinishReason, SamplingParams, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The target's log-probability of an emitted token, before any processor, and of the likeliest
+    alternatives (id -> log-probability, the likeliest first)."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step added to one request.
+
+    Args:
+        text: new text; may be empty while a character or a possible stop string is incomplete.
+        token_ids: new tokens.
+        drafted: for each new token, whether the drafter had proposed it.
+        finish_reason: set in the last chunk.
+    """
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt on its way through the engine.
+
+    Attributes:
+        tokens: prompt and emitted tokens.
+        capacity: slots reserved: prompt, answer, and a draft behind them.
+        drafted: for each emitted token, whether the drafter had proposed it.
+        shown, handed: characters and tokens that have been handed out.
+    """
+
+    id: int
+    params: SamplingParams
+    prompt_length: int
+    tokens: list[int]
+    capacity: int
+    end_ids: frozenset[int]
+    sampler: Sampler
+    detokenizer: Detokenizer | None
+    seed: int
+    lease: Lease | None = None
+    finish_reason: FinishReason | None = None
+    text: str = ""
+    shown: int = 0
+    handed: int = 0
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: StepStats = field(default_factory=StepStats)
+    submitted: float = field(default_factory=time.perf_counter)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        return self.params.max_tokens - self.emitted
+
+    @property
+    def unread(self) -> int:
+        """Tokens that the target has not read yet: one in decoding, more while the prompt is read."""
+        assert self.lease is not None
+        return len(self.tokens) - self.lease.length
+
+    def emit(self, token_id: int, logits_V: Tensor, *, drafted: bool) -> FinishReason | None:
+        """Adds one token of the target; returns why the answer ends with it, if it does.
+
+        What belongs to a stop string and what comes after it is taken back: text, ids and
+        log-probabilities alike.
+        """
+        self.tokens.append(token_id)
+        self.drafted.append(drafted)
+        if self.params.logprobs is not None:
+            self.logprobs.append(_logprob(logits_V, token_id, self.params.logprobs))
+        if token_id in self.end_ids:
+            return "stop"
+        if self.detokenizer is not None:
+            known = len(self.text)
+            self.detokenizer.push(token_id)
+            self.text = self.detokenizer.text
+            if self.emitted >= self.params.min_tokens and self._cut_at_stop(known):
+                return "stop"
+        return "length" if self.remaining == 0 else None
+
+    def finish(self, reason: FinishReason) -> None:
+        """Settles the text: bytes that never became a character are part of it now."""
+        self.finish_reason = reason
+        if self.detokenizer is not None and len(self.text) == len(self.detokenizer.text):
+            self.detokenizer.flush()
+            self.text = self.detokenizer.text
+
+    def take(self) -> Chunk:
+        """Text and tokens that have become certain since the last call. While the end of the text may
+        be the beginning of a stop string, it and its tokens are held back."""
+        held = 0 if self.finish_reason else self._held_back()
+        text, ids = len(self.text) - held, self.emitted
+        if held and self.detokenizer is not None:
+            ids = self.detokenizer.ids_for(text)
+        text, ids = max(text, self.shown), max(ids, self.handed)
+        chunk = Chunk(
+            self.id,
+            self.text[self.shown : text],
+            tuple(self.output_ids[self.handed : ids]),
+            tuple(self.drafted[self.handed : ids]),
+            self.finish_reason,
+        )
+        self.shown, self.handed = text, ids
+        return chunk
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        stops = self.params.stop_strings
+        longest = max((len(stop) for stop in stops), default=1) - 1
+        for size in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in stops):
+                return size
+        return 0
+
+    def _cut_at_stop(self, known: int) -> bool:
+        """Ends text, ids and log-probabilities before the first stop string that reaches beyond the
+        first `known` characters."""
+        places = []
+        for stop in self.params.stop_strings:
+            if (at := self.text.find(stop, max(0, known - len(stop) + 1))) >= 0:
+                places.append(at)
+        if not places:
+            return False
+        assert self.detokenizer is not None
+        self.text = self.text[: min(places)]
+        kept = self.detokenizer.ids_for(len(self.text))
+        del self.tokens[self.prompt_length + kept :]
+        del self.drafted[kept:], self.logprobs[kept:]
+        return True
+
+
+def _logprob(logits_V: Tensor, token_id: int, count: int) -> TokenLogprob:
+    row_V = torch.log_softmax(logits_V.float(), -1)
+    top = row_V.topk(count)
+    alternatives = {int(i): float(p) for i, p in zip(top.indices, top.values, strict=True)}
+    return TokenLogprob(token_id, float(row_V[token_id]), alternatives)

@@ -1,0 +1,80 @@
+"""Gives acceptance rules what they ask for: the target at each node, and keyed random decisions.
+
+Shape suffixes: R rows (the root, then the nodes of a tree), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretell.noise import Stream, make_key, uniform
+from foretell.sampling import Sampler, keyed_argmax
+from foretell.types import DraftTree, Verdict
+from foretell.verify import Rule
+
+
+class Rows:
+    """The target at the nodes of one tree: row 0 is the root, row i + 1 node i. A row is processed when
+    a rule first asks for it, so nodes that nobody reaches cost nothing."""
+
+    def __init__(
+        self, sampler: Sampler, tree: DraftTree, logits_RV: Tensor, best_R: Sequence[int] | None
+    ) -> None:
+        self._sampler = sampler
+        self._tree = tree
+        self._logits_RV = logits_RV
+        self._best_R = best_R
+
+    def choose(self, node: int) -> int:
+        """See `verify.Target`."""
+        if self._best_R is not None:
+            return self._best_R[node + 1]
+        return self._sampler.choose(self._logits_RV[node + 1], self._ahead(node))
+
+    def probs(self, node: int) -> Tensor:
+        """See `verify.Target`."""
+        return self._sampler.probs(self._logits_RV[node + 1], self._ahead(node))
+
+    def _ahead(self, node: int) -> list[int]:
+        return [self._tree.tokens[i] for i in self._tree.path(node)]
+
+
+class KeyedDraws:
+    """Decisions keyed by (seed, stream, position): the same whatever else was drawn before."""
+
+    def __init__(self, seed: int, position: int) -> None:
+        self._seed = seed
+        self._position = position
+
+    def accept(self, probability: float, depth: int, node: int) -> bool:
+        """See `verify.Draws`."""
+        return uniform(make_key(self._seed, Stream.ACCEPT, self._position + depth), node) < probability
+
+    def sample(self, weights_V: Tensor, depth: int) -> int:
+        """See `verify.Draws`."""
+        return keyed_argmax(weights_V.log(), make_key(self._seed, Stream.RESIDUAL, self._position + depth))
+
+
+def verify(rule: Rule, items: Sequence[tuple[Sampler, DraftTree, Tensor]]) -> list[Verdict | None]:
+    """A verdict per (sampler, tree, logits [R, V]); None for items without rows.
+
+    Raises:
+        FloatingPointError: the target's logits are not finite.
+    """
+    verdicts: list[Verdict | None] = []
+    for sampler, tree, logits_RV in items:
+        if not len(logits_RV):
+            verdicts.append(None)
+            continue
+        best = logits_RV.max(dim=-1)
+        if not bool(torch.isfinite(best.values).all()):
+            raise FloatingPointError(
+                "the target's logits are not finite: damaged weights, or an overflow in half precision"
+            )
+        best_R = best.indices.tolist() if sampler.untouched else None
+        rows = Rows(sampler, tree, logits_RV, best_R)
+        verdicts.append(rule.verify(tree, rows, KeyedDraws(sampler.seed, sampler.length)))
+    return verdicts

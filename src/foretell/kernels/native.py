@@ -1,0 +1,209 @@
+"""The compiled CPU kernels (native/*.c) behind the interface of base.py, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foretell.kernels import build
+from foretell.kernels.base import MAX_CHUNK, PANEL, HeadSpec, Visibility
+
+_PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum of native/linear.c
+_ROWS_AT_ONCE = 128  # rows of a product whose inputs stay in the cache
+_PARALLEL_WORK = 1 << 15  # multiply-adds of an attention below which one thread is faster
+
+
+class _AttendArgs(ctypes.Structure):
+    """attend_t of native/attend.c; the order of the fields is the contract."""
+
+    _fields_ = (
+        *((name, _PTR) for name in ("q", "k_new", "v_new", "out", "k", "v")),
+        *((name, _INT) for name in ("q_stride", "kv_stride", "head_stride")),
+        *((name, _INT) for name in ("rows", "heads", "kv_heads", "dim")),
+        *((name, _PTR) for name in ("slot", "base", "lo", "hi", "extra_start", "extra")),
+        *((name, _PTR) for name in ("task_row", "task_kv", "task_first", "task_count")),
+        *((name, _INT) for name in ("tasks", "chunk")),
+        ("sinks", _PTR),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+def _loaded_gomp_parallel() -> ctypes.c_void_p | None:
+    """GOMP_parallel of the OpenMP runtime that torch has loaded, so that both use one thread pool."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    paths = {line.split()[-1] for line in maps.splitlines() if "omp" in line.rpartition("/")[2]}
+    for path in sorted(paths, key=lambda p: "torch" not in p):
+        if path.startswith("/"):
+            function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if function is not None:
+                return ctypes.cast(function, ctypes.c_void_p)
+    return None
+
+
+def _tasks(seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:
+    """Row-heads cut into tasks: [4, tasks] of first row of the segment, kv head, first, count.
+
+    How they are cut changes no bit of the result; it only spreads the work.
+    """
+    group = spec.heads // spec.kv_heads
+    total = sum(rows for _, rows in seen.segments) * spec.heads
+    chunk = max(1, min(MAX_CHUNK, -(-total // (2 * threads))))
+    columns = [
+        (row, kv, first, min(chunk, rows * group - first))
+        for row, rows in seen.segments
+        for kv in range(spec.kv_heads)
+        for first in range(0, rows * group, chunk)
+    ]
+    return torch.tensor(columns, dtype=torch.int64).T.contiguous()
+
+
+class NativeKernels:
+    """See `foretell.kernels.base.Kernels`. fp32 on the CPU; widths and head sizes divisible by 8.
+
+    Raises:
+        build.BuildError: no compiler, or it failed.
+    """
+
+    name = "native"
+    row_exact = True
+
+    def __init__(self) -> None:
+        self._lib = ctypes.CDLL(str(build.library()))
+        self._lib.ft_keyed_argmax.restype = ctypes.c_int64
+        self._lib.ft_init(_loaded_gomp_parallel())
+        self._plans: tuple[object, object, Tensor] | None = None
+
+    def add_norm(self, residual_TW: Tensor, delta_TW: Tensor | None, weight_W: Tensor, eps: float) -> Tensor:
+        out_TW = torch.empty_like(residual_TW)
+        rows, width = residual_TW.shape
+        delta = None if delta_TW is None else _PTR(delta_TW.data_ptr())
+        self._lib.ft_add_norm(
+            _PTR(residual_TW.data_ptr()),
+            delta,
+            _PTR(weight_W.data_ptr()),
+            _PTR(out_TW.data_ptr()),
+            _INT(rows),
+            _INT(width),
+            _FLOAT(eps),
+            torch.get_num_threads(),
+        )
+        return out_TW
+
+    def rope(
+        self,
+        qkv_TF: Tensor,
+        table: tuple[Tensor, Tensor],
+        position_T: Tensor,
+        spec: HeadSpec,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> None:
+        q_norm, k_norm = (None, None) if norms is None else (_PTR(n.data_ptr()) for n in norms)
+        self._lib.ft_rope(
+            _PTR(qkv_TF.data_ptr()),
+            _PTR(table[0].data_ptr()),
+            _PTR(table[1].data_ptr()),
+            q_norm,
+            k_norm,
+            _PTR(position_T.data_ptr()),
+            _INT(qkv_TF.shape[0]),
+            _INT(spec.heads),
+            _INT(spec.kv_heads),
+            _INT(spec.dim),
+            _INT(qkv_TF.stride(0)),
+            _FLOAT(eps),
+            torch.get_num_threads(),
+        )
+
+    def silu_mul(self, gate_up_TW: Tensor) -> Tensor:
+        rows, width = gate_up_TW.shape[0], gate_up_TW.shape[1] // 2
+        out_TW = gate_up_TW.new_empty(rows, width)
+        self._lib.ft_silu_mul(
+            _PTR(gate_up_TW.data_ptr()),
+            _PTR(out_TW.data_ptr()),
+            _INT(rows),
+            _INT(width),
+            torch.get_num_threads(),
+        )
+        return out_TW
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cache_KSD: tuple[Tensor, Tensor],
+        seen: Visibility,
+        spec: HeadSpec,
+    ) -> Tensor:
+        threads = torch.get_num_threads()
+        tasks = self._tasks_of(seen, spec, threads)
+        out_TW = q_THD.new_empty(q_THD.shape[0], spec.heads * spec.dim)
+        keys_KSD, values_KSD = cache_KSD
+        sinks = None if spec.sinks_H is None else spec.sinks_H.data_ptr()
+        arrays = (seen.slot_T, seen.base_T, seen.lo_T, seen.hi_T, seen.extra_start, seen.extra)
+        args = _AttendArgs(
+            *(t.data_ptr() for t in (q_THD, k_TKD, v_TKD, out_TW, keys_KSD, values_KSD)),
+            *(q_THD.stride(0), k_TKD.stride(0), keys_KSD.stride(0)),
+            *(q_THD.shape[0], spec.heads, spec.kv_heads, spec.dim),
+            *(t.data_ptr() for t in arrays),
+            *(t.data_ptr() for t in tasks),
+            *(tasks.shape[1], MAX_CHUNK),
+            sinks,
+            *(spec.scale, spec.softcap),
+        )
+        work = seen.keys_read * spec.heads * spec.dim
+        self._lib.ft_attend(ctypes.byref(args), 1 if work < _PARALLEL_WORK else threads)
+        return out_TW
+
+    def linear(self, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x @ weight.T + bias for a weight of `pack`, [T, O]."""
+        panels, inputs, width = packed.shape
+        out_TO = x_TI.new_empty(x_TI.shape[0], panels * width)
+        bias = None if bias_O is None else _PTR(bias_O.data_ptr())
+        for start in range(0, x_TI.shape[0], _ROWS_AT_ONCE):
+            part_TI = x_TI[start : start + _ROWS_AT_ONCE]
+            self._lib.ft_linear(
+                _PTR(part_TI.data_ptr()),
+                _PTR(packed.data_ptr()),
+                bias,
+                _PTR(out_TO[start:].data_ptr()),
+                _INT(part_TI.shape[0]),
+                _INT(inputs),
+                _INT(panels),
+                _KINDS[packed.dtype],
+                torch.get_num_threads(),
+            )
+        return out_TO
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """Panels of 16 outputs, [O / 16, I, 16], in fp32, fp16 or bf16 as the weight is; outputs are
+        padded with zeros. fp16 becomes fp32 on machines that cannot widen it quickly."""
+        if weight_OI.dtype == torch.float16 and not self._lib.ft_has_fp16():
+            weight_OI = weight_OI.float()
+        missing = -weight_OI.shape[0] % PANEL
+        if missing:
+            weight_OI = torch.nn.functional.pad(weight_OI, (0, 0, 0, missing))
+        panels: Tensor = weight_OI.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+        return panels
+
+    def keyed_argmax(self, scores_V: Tensor, key: int) -> int:
+        """argmax of scores + Gumbel noise of `foretell.noise.gumbel(key, id)`; -inf never wins."""
+        scores_V = scores_V.float().contiguous()
+        return int(
+            self._lib.ft_keyed_argmax(_PTR(scores_V.data_ptr()), _INT(len(scores_V)), ctypes.c_uint64(key))
+        )
+
+    def _tasks_of(self, seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:
+        """The tasks of the layer before, when it had the same rows and heads: they all do."""
+        shape = (spec.heads, spec.kv_heads, threads)
+        if self._plans is None or self._plans[0] is not seen or self._plans[1] != shape:
+            self._plans = (seen, shape, _tasks(seen, spec, threads))
+        return self._plans[2]

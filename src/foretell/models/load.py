@@ -1,0 +1,106 @@
+"""Loads a model: name to folder, folder to the fastest implementation that can run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretell.errors import InputError
+from foretell.models.base import TargetModel
+from foretell.models.catalog import Report, locate
+from foretell.models.config import Unsupported, architecture_of, read_config
+from foretell.models.tokenizer import Tokenizer
+
+IMPLS = ("auto", "decoder", "hf")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `end_ids` are the tokens that end an answer."""
+
+    name: str
+    folder: Path
+    model: TargetModel
+    tokenizer: Tokenizer
+    end_ids: frozenset[int]
+
+
+def pick_device(device: str) -> torch.device:
+    """ "auto" is CUDA where there is one.
+
+    Raises:
+        InputError: no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"device must be auto, cpu or cuda[:N], got {device!r}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu or cuda[:N], got {device!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device {device!r} was asked for, but this machine has no CUDA device")
+    return chosen
+
+
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    impl: str = "auto",
+    allow_untested: bool = False,
+    report: Report | None = None,
+) -> LoadedModel:
+    """Finds, fetches and loads a model.
+
+    Args:
+        name: see `locate`.
+        device: "auto", "cpu" or "cuda[:N]". fp32 arithmetic on the CPU, bf16 on CUDA.
+        impl: "decoder" (own), "hf" (transformers' graph), "auto" (own where it can).
+        allow_untested: run architectures that have no parity test through transformers.
+        report: see `locate`.
+
+    Raises:
+        InputError: unknown, damaged or unsupported model.
+    """
+    if impl not in IMPLS:
+        raise InputError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    where = pick_device(device)
+    folder = locate(name) if report is None else locate(name, report)
+    config = read_config(folder)
+    tokenizer = Tokenizer(folder)
+    model = _load(folder, impl, where, allow_untested)
+    return LoadedModel(name, folder, model, tokenizer, end_token_ids(folder, config, tokenizer))
+
+
+def _load(folder: Path, impl: str, device: torch.device, allow_untested: bool) -> TargetModel:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if impl != "hf":
+        from foretell.models.decoder import load_decoder
+
+        try:
+            return load_decoder(folder, dtype, device)
+        except Unsupported as reason:
+            if impl == "decoder":
+                architecture = architecture_of(read_config(folder))
+                raise InputError(
+                    f"the own decoder cannot run {architecture}: {reason}", hint="use --impl hf"
+                ) from None
+    from foretell.models.hf import load_hf
+
+    return load_hf(folder, dtype, device, allow_untested=allow_untested)
+
+
+def end_token_ids(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """End tokens from generation_config.json, else config.json, else the tokenizer."""
+    sources = [config]
+    if (folder / "generation_config.json").exists():
+        sources.insert(0, read_config(folder, "generation_config.json"))
+    for source in sources:
+        if (value := source.get("eos_token_id")) is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return tokenizer.end_ids

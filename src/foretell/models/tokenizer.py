@@ -1,0 +1,145 @@
+"""Text to ids and back, and chat messages to text, from a model folder.
+
+`tokenizers` and a Jinja environment, without the import of transformers (seconds). A folder that has
+no tokenizer.json is converted by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from foretell.errors import InputError
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template.
+
+    Attributes:
+        size: ids that the tokenizer knows; a model's logits may be wider.
+        chat_template: Jinja source, or None.
+
+    Raises:
+        InputError: the folder has no usable tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fast = _load(folder)
+        self.size = self._fast.get_vocab_size(with_added_tokens=True)
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self.chat_template = _chat_template(folder, self._config)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of `text`; `special` adds what the model puts around a raw text (BOS)."""
+        return list(self._fast.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; bytes that are no full character become U+FFFD."""
+        return str(self._fast.decode(list(ids), skip_special_tokens=True))
+
+    def token(self, token_id: int) -> str:
+        """The text of one id, special tokens included."""
+        text = str(self._fast.decode([token_id], skip_special_tokens=False))
+        return text or str(self._fast.id_to_token(token_id) or "")
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether both map the same strings to the same ids."""
+        return bool(self._fast.get_vocab() == other._fast.get_vocab())
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The end token that the tokenizer's own configuration names, if any."""
+        token = self._fast.token_to_id(_token_text(self._config.get("eos_token")))
+        return frozenset() if token is None else frozenset([token])
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt text of a conversation, up to where the assistant speaks.
+
+        Raises:
+            InputError: the model has no chat template, or it refuses these messages.
+        """
+        if self.chat_template is None:
+            raise InputError(f"{self.folder.name} has no chat template", hint="prompt it raw (--raw)")
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, ensure_ascii=False, **options
+        )
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        special = {
+            name: _token_text(self._config.get(name))
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        try:
+            template = environment.from_string(self.chat_template)
+            return template.render(messages=list(messages), add_generation_prompt=True, **special)
+        except TemplateError as error:
+            raise InputError(
+                f"the chat template of {self.folder.name} refuses these messages: {error}"
+            ) from error
+
+
+def _raise_template_error(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _token_text(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return "" if value is None else str(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def _load(folder: Path) -> FastTokenizer:
+    path = folder / "tokenizer.json"
+    if path.exists():
+        try:
+            return FastTokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InputError(f"{path} is damaged: {error}") from error
+    if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "spiece.model")):
+        raise InputError(f"{folder} has no tokenizer (tokenizer.json is missing)")
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever the converter of that family raises
+        raise InputError(f"the tokenizer of {folder} cannot be converted: {error}") from error
+    backend = getattr(slow, "backend_tokenizer", None)
+    if not isinstance(backend, FastTokenizer):
+        raise InputError(f"the tokenizer of {folder} has no fast form (tokenizer.json)")
+    return backend
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template

@@ -1,0 +1,187 @@
+"""From logits to tokens: one path for the target and for drafts that sample.
+
+Processors run in this order: logit bias, repetition / frequency / presence penalties, holding off end
+tokens (min_tokens), temperature, top-k, top-p, min-p. They see the *hypothetical* prefix of the row
+that they process, so a token inside a draft is penalised, filtered and biased as in plain decoding.
+Filters keep all tokens that tie with the last one kept: the set is a function of the row alone.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from foretell.kernels import native_kernels
+from foretell.noise import Stream, gumbel_tensor, make_key
+from foretell.types import SamplingParams
+
+_TOP_FIRST = 256  # top-p looks among so many before it sorts the whole row
+
+
+def keyed_argmax(scores_V: Tensor, key: int) -> int:
+    """argmax of scores + Gumbel noise of (key, token id): a sample of softmax(scores).
+
+    Entries of -inf never win and get no noise.
+    """
+    native = native_kernels() if scores_V.device.type == "cpu" else None
+    if native is not None:
+        return native.keyed_argmax(scores_V, key)
+    (ids,) = torch.where(scores_V > -torch.inf)
+    return int(ids[(scores_V[ids].double() + gumbel_tensor(key, ids)).argmax()])
+
+
+def keyed_top(scores_V: Tensor, key: int, count: int) -> list[int]:
+    """The `count` largest of scores + noise: draws without replacement, in order (Gumbel top-k)."""
+    if count == 1:
+        return [keyed_argmax(scores_V, key)]
+    (ids,) = torch.where(scores_V > -torch.inf)
+    noisy = scores_V[ids].double() + gumbel_tensor(key, ids)
+    return [int(i) for i in ids[noisy.topk(min(count, len(ids))).indices]]
+
+
+def filter_scores(scores_V: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, top-k, top-p and min-p; what is filtered out becomes -inf.
+
+    Args:
+        scores_V: float32 logits; not changed.
+        params: with temperature > 0.
+    """
+    scores_V = scores_V / params.temperature
+    if 0 < params.top_k < len(scores_V):
+        kth = scores_V.topk(params.top_k).values[-1]
+        scores_V = scores_V.masked_fill(scores_V < kth, -torch.inf)
+    if params.top_p < 1:
+        scores_V = scores_V.masked_fill(scores_V < _nucleus_floor(scores_V, params.top_p), -torch.inf)
+    if params.min_p > 0:
+        scores_V = scores_V.masked_fill(scores_V < scores_V.max() + math.log(params.min_p), -torch.inf)
+    return scores_V
+
+
+def _nucleus_floor(scores_V: Tensor, top_p: float) -> Tensor:
+    """The lowest score among the most likely tokens whose mass reaches `top_p`."""
+    total = scores_V.double().logsumexp(0)
+    for count in (min(_TOP_FIRST, len(scores_V)), len(scores_V)):
+        top = scores_V.topk(count).values
+        mass = (top.double() - total).exp().cumsum(0)
+        reached = int((mass < top_p).sum())  # tokens before the one that reaches it
+        if reached < count:
+            return top[reached]
+    return top[-1]
+
+
+class Sampler:
+    """How one request turns logits into tokens.
+
+    Args:
+        params: the request's parameters.
+        tokens: its prompt and what it has emitted, a list that the engine lets grow.
+        prompt_length: where the output begins in `tokens`.
+        seed: the resolved seed.
+        end_ids: tokens that `min_tokens` holds off.
+        draft_stream: noise that sampled drafts are drawn with.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: list[int],
+        prompt_length: int,
+        seed: int,
+        end_ids: Iterable[int] = (),
+        draft_stream: Stream = Stream.TARGET,
+    ) -> None:
+        self.params = params
+        self.seed = seed
+        self._tokens = tokens
+        self._prompt_length = prompt_length
+        self._end_ids = sorted(end_ids)
+        self._draft_stream = draft_stream
+        self._penalised = params.repetition_penalty != 1 or bool(
+            params.frequency_penalty or params.presence_penalty
+        )
+
+    def _adjusts(self, ahead: int) -> bool:
+        """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""
+        held_off = self.length - self._prompt_length + ahead < self.params.min_tokens
+        return bool(self.params.logit_bias) or self._penalised or held_off
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request so far: the absolute position of the next one."""
+        return len(self._tokens)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the target's token is just the argmax of its logits, here and further on."""
+        return self.params.greedy and not self._adjusts(0)
+
+    def scores(self, logits_V: Tensor, ahead: Sequence[int] = ()) -> Tensor:
+        """Processed log-weights [V] of the token after the emitted ones and `ahead`.
+
+        Not normalised; -inf where filtered. Greedy rows get no temperature or filter.
+        """
+        scores_V = logits_V.float()
+        if self._adjusts(len(ahead)):
+            scores_V = self._adjust(scores_V.clone(), ahead)
+        return scores_V if self.params.greedy else filter_scores(scores_V, self.params)
+
+    def choose(self, logits_V: Tensor, ahead: Sequence[int] = ()) -> int:
+        """The target's own token after `ahead`, with the noise of its position."""
+        scores_V = self.scores(logits_V, ahead)
+        if self.params.greedy:
+            return int(scores_V.argmax())
+        return keyed_argmax(scores_V, make_key(self.seed, Stream.TARGET, self.length + len(ahead)))
+
+    def probs(self, logits_V: Tensor, ahead: Sequence[int] = ()) -> Tensor:
+        """Processed probabilities [V], float64; greedy is one-hot."""
+        scores_V = self.scores(logits_V, ahead)
+        if self.params.greedy:
+            probs_V = torch.zeros(scores_V.shape, dtype=torch.float64, device=scores_V.device)
+            probs_V[scores_V.argmax()] = 1
+            return probs_V
+        return scores_V.double().softmax(0)
+
+    def draw(self, logits_V: Tensor, ahead: Sequence[int], count: int) -> tuple[list[int], Tensor | None]:
+        """`count` different draft tokens after `ahead`, the preferred first, from a draft's logits.
+
+        Greedy: the most likely, and None. Otherwise drawn without replacement from the processed
+        distribution, with the target's noise (which makes them meet the target's choice more often)
+        or with noise of their own, and the log-probabilities [V] they were drawn from.
+        """
+        scores_V = self.scores(logits_V, ahead)
+        if self.params.greedy:
+            return [int(i) for i in scores_V.topk(min(count, len(scores_V))).indices], None
+        key = make_key(self.seed, self._draft_stream, self.length + len(ahead))
+        return keyed_top(scores_V, key, count), scores_V.double().log_softmax(0)
+
+    def _adjust(self, scores_V: Tensor, ahead: Sequence[int]) -> Tensor:
+        """Bias, penalties and held-off end tokens, in place. Ids beyond the row do not apply to it:
+        a draft's vocabulary may be padded less."""
+        params, size = self.params, len(scores_V)
+        bias = {token: value for token, value in params.logit_bias.items() if token < size}
+        if bias:
+            index = torch.tensor(list(bias), device=scores_V.device)
+            scores_V[index] += torch.tensor(list(bias.values()), device=scores_V.device, dtype=scores_V.dtype)
+        if self._penalised:
+            output = torch.tensor(
+                [*self._tokens[self._prompt_length :], *ahead], dtype=torch.int64, device=scores_V.device
+            )
+            counts_V = torch.bincount(output, minlength=size)[:size]
+            if params.repetition_penalty != 1:
+                prompt = torch.tensor(
+                    self._tokens[: self._prompt_length], dtype=torch.int64, device=scores_V.device
+                )
+                seen_V = (counts_V > 0) | (torch.bincount(prompt, minlength=size)[:size] > 0)
+                factor = torch.where(scores_V > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+                scores_V = torch.where(seen_V, scores_V * factor, scores_V)
+            scores_V = (
+                scores_V - params.frequency_penalty * counts_V - params.presence_penalty * (counts_V > 0)
+            )
+        if self.length - self._prompt_length + len(ahead) < params.min_tokens:
+            scores_V[[token for token in self._end_ids if token < size]] = -torch.inf
+        return scores_V

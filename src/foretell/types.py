@@ -1,0 +1,308 @@
+"""The nouns that every folder shares. Frozen: a step hands them on, nobody edits them.
+
+Vocabulary of speculation: the *draft* is the tree of proposed tokens, the *verdict* what the target
+makes of it; *accepted* tokens are draft tokens that the target kept, the *next token* is the target's
+own (it replaces the first rejected one, or is the bonus after a full match). AL, the acceptance
+length, is 1 + accepted / drafts: tokens per verification that had a draft.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+
+from foretell.errors import InputError
+
+FinishReason = str  # "stop" (end token or stop string), "length", "abort"
+
+
+def _require(ok: bool, name: str, value: object, want: str) -> None:
+    if not ok:
+        raise InputError(f"{name} must be {want}, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the target's tokens are chosen. Checked on construction.
+
+    Args:
+        temperature: 0 = greedy.
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: keep the most likely tokens that reach this mass, in (0, 1].
+        min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
+        seed: 0 .. 2^63 - 1; None draws one, which the result reports.
+        max_tokens: tokens to emit at most.
+        min_tokens: end tokens and stops are held off until so many are emitted.
+        stop: strings, ids, or a mix; a string ends the text before its first occurrence, an id ends
+            it and is not emitted as text.
+        logit_bias: added to the logits of these ids.
+        repetition_penalty: > 1 discourages tokens of prompt and output (CTRL rule).
+        frequency_penalty, presence_penalty: subtracted per occurrence in, or presence in, the output.
+        logprobs: report each emitted token's log-probability and this many alternatives; None = off.
+        n: answers per prompt; answer i uses a seed derived from (seed, i).
+        ignore_eos: go on past the model's end tokens.
+
+    Raises:
+        InputError: naming the field, the value and the range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: Sequence[str | int] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, (str, int)):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        ):
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for name in ("top_k", "max_tokens", "min_tokens", "n"):
+            _require(_is_int(getattr(self, name)), name, getattr(self, name), "an integer")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or above")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or above")
+        _require(
+            self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"at most max_tokens ({self.max_tokens})",
+        )
+        _require(self.n >= 1, "n", self.n, "at least 1")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(abs(getattr(self, name)) <= 2, name, getattr(self, name), "between -2 and 2")
+        if self.seed is not None:
+            _require(
+                _is_int(self.seed) and 0 <= self.seed < 1 << 63,
+                "seed",
+                self.seed,
+                "an integer in 0 .. 2^63 - 1",
+            )
+        if self.logprobs is not None:
+            ok = _is_int(self.logprobs) and 0 <= self.logprobs <= 20
+            _require(ok, "logprobs", self.logprobs, "an integer in 0 .. 20")
+        for item in self.stop:
+            ok = bool(item) if isinstance(item, str) else _is_int(item) and item >= 0
+            _require(ok, "stop", item, "a non-empty string or a token id")
+        for token, bias in self.logit_bias.items():
+            ok = _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= 100
+            _require(ok, "logit_bias", {token: bias}, "token id -> number between -100 and 100")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(item for item in self.stop if isinstance(item, str))
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(item for item in self.stop if not isinstance(item, str))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter wants to see of the target's forward pass.
+
+    Args:
+        last_hidden: hidden states after the final norm.
+        aux_layers: residual stream entering these layers.
+    """
+
+    last_hidden: bool = False
+    aux_layers: tuple[int, ...] = ()
+
+
+NO_NEEDS = Needs()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Proposed tokens as a tree; a chain is a tree, plain decoding an empty one.
+
+    Args:
+        tokens: proposed tokens; a parent comes before its children, earlier siblings are tried first.
+        parents: index of each token's parent; -1 = the request's last token.
+        log_q: None where the tokens were chosen deterministically. Otherwise entry p + 1 holds the
+            log-probabilities [V] from which the children of token p were drawn without replacement,
+            exactly as they were drawn (None where p has no children).
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    log_q: tuple[Tensor | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents), "one parent per token"
+        assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "parents first"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def children(self, node: int) -> list[int]:
+        """Children of `node` (-1 = the root), in the order in which they are tried."""
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def depth(self, node: int) -> int:
+        """1 for a child of the root."""
+        depth = 0
+        while node >= 0:
+            node, depth = self.parents[node], depth + 1
+        return depth
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child down to `node`."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+
+EMPTY_TREE = DraftTree()
+
+
+def chain(tokens: Sequence[int], log_q: Sequence[Tensor] | None = None) -> DraftTree:
+    """A tree without branches; `log_q[i]` is what token i was drawn from."""
+    rows = None if log_q is None else (*log_q, None)
+    return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target makes of a draft.
+
+    Args:
+        path: accepted nodes from the root down.
+        next_token: the target's own token after them.
+        lossless: whether the rule leaves the target's distribution unchanged.
+    """
+
+    path: tuple[int, ...]
+    next_token: int
+    lossless: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How far to speculate in one step, and why.
+
+    Args:
+        draft_tokens: nodes that the draft may have; 0 = none.
+        reason: in words.
+    """
+
+    draft_tokens: int
+    reason: str
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counters and timings of a request or a run; names as in vLLM's metrics.
+
+    Attributes:
+        steps: forward passes that emitted tokens.
+        drafts: verification passes with a draft.
+        drafted, accepted: draft tokens proposed, and emitted because the target kept them.
+        emitted: tokens emitted.
+        proposed_at, accepted_at: per depth, drafts that reached so deep, and that were kept so deep.
+        draft_s, target_s, verify_s, rest_s: seconds of steps after the prompt was read.
+        prefill_s: seconds until the first token.
+    """
+
+    steps: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    reused: int = 0
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    rest_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @property
+    def al(self) -> float:
+        """Acceptance length: 1 + accepted / drafts (1 without drafts)."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def decode_s(self) -> float:
+        return self.draft_s + self.target_s + self.verify_s + self.rest_s
+
+    @property
+    def marginal(self) -> list[float]:
+        """Share of all drafts that were kept at least so deep."""
+        return [n / self.drafts for n in self.accepted_at] if self.drafts else []
+
+    @property
+    def conditional(self) -> list[float]:
+        """Share kept at a depth, of the drafts that were kept above it and reached it."""
+        return [a / p if p else 0.0 for a, p in zip(self.accepted_at, self.proposed_at, strict=True)]
+
+    def record(self, tree: DraftTree, accepted: int, emitted: int) -> None:
+        """Counts one verification: `accepted` draft tokens among `emitted` tokens."""
+        self.steps += 1
+        self.emitted += emitted
+        if not len(tree):
+            return
+        self.drafts += 1
+        self.drafted += len(tree)
+        self.accepted += accepted
+        deepest = max(tree.depth(node) for node in range(len(tree)))
+        grow = [0] * (deepest - len(self.proposed_at))
+        self.proposed_at += grow
+        self.accepted_at += grow
+        for depth in range(deepest):
+            self.proposed_at[depth] += depth <= accepted
+            self.accepted_at[depth] += depth < accepted
+
+    def add(self, other: StepStats) -> None:
+        """Adds another request's counters and timings to these."""
+        for item in fields(self):
+            mine, its = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, list):
+                longest = max(len(mine), len(its))
+                mine += [0] * (longest - len(mine))
+                padded = [*its, *[0] * (longest - len(its))]
+                setattr(self, item.name, [a + b for a, b in zip(mine, padded, strict=True)])
+            else:
+                setattr(self, item.name, mine + its)
