@@ -35,7 +35,15 @@ from foretell.types import NO_NEEDS, Needs
 _NAME = "foretell"
 # keywords that carry nothing for a packed batch whose masks we build ourselves
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "is_causal", "output_attentions", "use_cache", "cache_position", "layer_idx"}
+    {
+        "position_ids",
+        "is_causal",
+        "output_attentions",
+        "output_router_logits",
+        "use_cache",
+        "cache_position",
+        "layer_idx",
+    }
 )
 
 _TESTED_NAMES = (

@@ -16,7 +16,7 @@ from foretell.types import DraftTree, Verdict
 from foretell.verify.base import Draws, Target, draft_probs, without
 
 
-def block(tree: DraftTree, target: Target, draws: Draws) -> Verdict:
+def verify(tree: DraftTree, target: Target, draws: Draws) -> Verdict:
     """Accepts the longest prefix of each block that the rule keeps, block after block."""
     path: list[int] = []
     p_V, children = target.probs(-1), tree.children(-1)

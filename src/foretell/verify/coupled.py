@@ -12,7 +12,7 @@ from foretell.types import DraftTree, Verdict
 from foretell.verify.base import Draws, Target
 
 
-def coupled(tree: DraftTree, target: Target, draws: Draws) -> Verdict:
+def verify(tree: DraftTree, target: Target, draws: Draws) -> Verdict:
     """Follows the target's own tokens down the tree; the first one outside it is the next token."""
     node = -1
     path: list[int] = []

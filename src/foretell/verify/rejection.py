@@ -14,7 +14,7 @@ from foretell.types import DraftTree, Verdict
 from foretell.verify.base import Draws, Target, draft_probs, residual, without
 
 
-def rejection(tree: DraftTree, target: Target, draws: Draws) -> Verdict:
+def verify(tree: DraftTree, target: Target, draws: Draws) -> Verdict:
     """Accepts a child with min(1, p / q); after the last rejection samples the residual."""
     node = -1
     path: list[int] = []
