@@ -78,7 +78,9 @@ class World:
         shape: children of the root, of each of them, ...
     """
 
-    def __init__(self, params: SamplingParams, draft: str, shape: Sequence[int], seed: int = 0, vocab: int = 4):
+    def __init__(
+        self, params: SamplingParams, draft: str, shape: Sequence[int], seed: int = 0, vocab: int = 4
+    ):
         generator = torch.Generator().manual_seed(seed)
         self.target_logits = torch.randn(vocab, vocab, generator=generator) * 1.5
         self.draft_logits = self.target_logits + torch.randn(vocab, vocab, generator=generator)

@@ -35,14 +35,23 @@ PARAMS = {
     ),
     "greedy": SamplingParams(temperature=0),
 }  # fmt: skip
-SHAPES = {"chain": (1, 1), "siblings": (2,), "three siblings": (3,), "tree": (2, 2), "deep": (1, 1, 1), "empty": ()}
+SHAPES = {
+    "chain": (1, 1),
+    "siblings": (2,),
+    "three siblings": (3,),
+    "tree": (2, 2),
+    "deep": (1, 1, 1),
+    "empty": (),
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", ["sampled", "chosen"])
 @pytest.mark.parametrize("params", PARAMS)
 def test_trees_of_depth_and_width_two(rule, draft, params):
-    world = World(PARAMS[params], draft, SHAPES["tree"], vocab=4 if params == "all" or draft == "chosen" else 3)
+    world = World(
+        PARAMS[params], draft, SHAPES["tree"], vocab=4 if params == "all" or draft == "chosen" else 3
+    )
     assert world.error(lambda script: world.one_step(RULES[rule], script), 3) < EXACT
 
 
@@ -185,7 +194,9 @@ def sampled_counts(residual_stream: Stream, runs: int) -> list[int]:
 
     class Draws(KeyedDraws):
         def sample(self, weights_V, depth):
-            return keyed_argmax(weights_V.log(), make_key(self._seed, residual_stream, self._position + depth))
+            return keyed_argmax(
+                weights_V.log(), make_key(self._seed, residual_stream, self._position + depth)
+            )
 
     p, q = torch.tensor([0.1, 0.6, 0.3]).log(), torch.tensor([0.05, 0.9, 0.05]).log()
     params, logits, counts = SamplingParams(temperature=1.0), torch.stack([p, p]), [0, 0, 0]

@@ -93,14 +93,20 @@ def test_rope_equals_torch(native, with_norm):
     assert torch.equal(ours[:, 8 * 16 :], qkv[:, 8 * 16 :]), "values are not rotated"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (14, 2, 64), (12, 2, 128), (4, 4, 8), (4, 1, 24)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (14, 2, 64), (12, 2, 128), (4, 4, 8), (4, 1, 24)]
+)
 @pytest.mark.parametrize("past", [0, 3, 127, 300])
 def test_attention_rows_are_exact(native, heads, kv_heads, dim, past, threads):
     """24 tokens attended one by one, all at once, and as a tree whose ancestors lie scattered."""
     torch.manual_seed(past)
     spec = HeadSpec(heads, kv_heads, dim, dim**-0.5)
     count = 24
-    q, k, v = torch.randn(count, heads, dim), torch.randn(count, kv_heads, dim), torch.randn(count, kv_heads, dim)
+    q, k, v = (
+        torch.randn(count, heads, dim),
+        torch.randn(count, kv_heads, dim),
+        torch.randn(count, kv_heads, dim),
+    )
     arena = KVArena(1, kv_heads, dim, 512, torch.float32, CPU)
     arena.keys_LKSD[:, :, :past] = torch.randn(1, kv_heads, past, dim)
     arena.values_LKSD[:, :, :past] = torch.randn(1, kv_heads, past, dim)

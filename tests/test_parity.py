@@ -32,7 +32,9 @@ def check_parity(model, reference) -> None:
     """One request reads a prompt and verifies a tree beside it, while another decodes."""
     arena = model.new_arena(64)
     model.forward(pack([Segment(0, 0, PROMPT[:-1]), Segment(32, 0, OTHER[:-1])], arena))
-    batch = pack([Segment(0, len(PROMPT) - 1, PROMPT[-1:], *TREE), Segment(32, len(OTHER) - 1, OTHER[-1:])], arena)
+    batch = pack(
+        [Segment(0, len(PROMPT) - 1, PROMPT[-1:], *TREE), Segment(32, len(OTHER) - 1, OTHER[-1:])], arena
+    )
     logits = model.forward(batch).logits_RV
     assert logits.shape == (2 + len(TREE[0]), zoo.SMALL["vocab_size"])
     wanted = [zoo.path_logits(reference, PROMPT)[-1]]

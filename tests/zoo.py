@@ -25,7 +25,11 @@ SMALL: dict[str, Any] = {
 FAMILY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "llama-bias": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama-tied": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
     "llama3-rope": (
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -57,7 +61,12 @@ FAMILY: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 OWN = tuple(FAMILY)
 
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "norm_topk_prob": True}
+_EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
 FAMILY |= {
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),

@@ -16,7 +16,7 @@ from foretell.drafters import DrafterContext, build_drafter, check_drafter
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
-from foretell.models.load import load_model
+from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
 from foretell.planner import FixedPlanner
 from foretell.types import FinishReason, SamplingParams, StepStats
@@ -58,7 +58,8 @@ class LLM:
     """A model with a drafter.
 
     Args:
-        model: catalogue name, folder, .gguf file or hub id.
+        model: catalogue name, folder, .gguf file or hub id; or a model that another LLM has loaded
+            (`llm.loaded`), which then shares it.
         drafter: NAME or NAME:ARGUMENT; see `foretell.drafters.DRAFTERS`.
         drafter_options: the drafter's own options.
         draft_tokens: draft length.
@@ -75,7 +76,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | LoadedModel = DEFAULT_MODEL,
         *,
         drafter: str = "ngram",
         drafter_options: Mapping[str, Any] | None = None,
@@ -98,9 +99,9 @@ class LLM:
         ):
             if value is not None and value < least:
                 raise InputError(f"{name} must be at least {least}, got {value}")
-        self.loaded = load_model(
-            model, device=device, impl=impl, allow_untested=allow_untested, report=report
-        )
+        if isinstance(model, str):
+            model = load_model(model, device=device, impl=impl, allow_untested=allow_untested, report=report)
+        self.loaded = model
         self.tokenizer = self.loaded.tokenizer
         slots = _DEFAULT_SLOTS if kv_tokens is None else kv_tokens
         context = DrafterContext(self.loaded.model, self.tokenizer, slots)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -121,6 +122,10 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             ok = _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= 100
             _require(ok, "logit_bias", {token: bias}, "token id -> number between -100 and 100")
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with these fields changed, checked like any other."""
+        return replace(self, **changes)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -239,7 +244,8 @@ class StepStats:
         steps: forward passes that emitted tokens.
         drafts: verification passes with a draft.
         drafted, accepted: draft tokens proposed, and emitted because the target kept them.
-        emitted: tokens emitted.
+        emitted: tokens emitted; `first_emitted` of them by the step that ended the prompt.
+        reused: prompt tokens that a prefix hit saved.
         proposed_at, accepted_at: per depth, drafts that reached so deep, and that were kept so deep.
         draft_s, target_s, verify_s, rest_s: seconds of steps after the prompt was read.
         prefill_s: seconds until the first token.
@@ -250,6 +256,7 @@ class StepStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    first_emitted: int = 0
     reused: int = 0
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -269,6 +276,36 @@ class StepStats:
         return self.draft_s + self.target_s + self.verify_s + self.rest_s
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first step's; of an answer of one step, over that step."""
+        if self.decode_s > 0:
+            return (self.emitted - self.first_emitted) / self.decode_s
+        return self.emitted / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Counters, rates and seconds. `plain_equivalent_steps` is what plain decoding would take."""
+        return {
+            "drafts": self.drafts,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "al": round(self.al, 4),
+            "tokens_per_s": round(self.tokens_per_s, 3),
+            "plain_equivalent_steps": self.emitted,
+            "steps": self.steps,
+            "emitted": self.emitted,
+            "reused": self.reused,
+            "marginal_acceptance": [round(x, 4) for x in self.marginal],
+            "conditional_acceptance": [round(x, 4) for x in self.conditional],
+            "seconds": {
+                "prefill": round(self.prefill_s, 4),
+                "draft": round(self.draft_s, 4),
+                "target": round(self.target_s, 4),
+                "verify": round(self.verify_s, 4),
+                "rest": round(self.rest_s, 4),
+            },
+        }
+
+    @property
     def marginal(self) -> list[float]:
         """Share of all drafts that were kept at least so deep."""
         return [n / self.drafts for n in self.accepted_at] if self.drafts else []
@@ -280,6 +317,8 @@ class StepStats:
 
     def record(self, tree: DraftTree, accepted: int, emitted: int) -> None:
         """Counts one verification: `accepted` draft tokens among `emitted` tokens."""
+        if not self.steps:
+            self.first_emitted = emitted
         self.steps += 1
         self.emitted += emitted
         if not len(tree):

@@ -77,6 +77,10 @@ class KVCache:
             lease.capacity = lease.length
             self._kept.append(lease)
 
+    def forget(self) -> None:
+        """Drops what finished requests left: the next one finds no prefix of theirs."""
+        self._kept.clear()
+
     def check_integrity(self) -> None:
         """Raises AssertionError when the accounting is broken."""
         taken = sorted(self._live + self._kept, key=lambda lease: lease.start)

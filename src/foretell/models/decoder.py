@@ -190,11 +190,17 @@ def _tensor_names(config: DecoderConfig) -> Iterator[str]:
             yield from (f"{at}.self_attn.q_norm.weight", f"{at}.self_attn.k_norm.weight")
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device, *, widen: bool = False) -> Decoder:
     """The own decoder for a model folder.
+
+    Args:
+        dtype: of activations and arithmetic.
+        widen: keep weights in `dtype` instead of the checkpoint's own 16 bits; the results are the same.
 
     Raises:
         Unsupported: the configuration needs the transformers adapter.
         InputError: the folder is damaged, or its tensors do not fit its config.json.
     """
-    return Decoder(decoder_config(read_config(folder)), Checkpoint(folder), dtype, device)
+    return Decoder(
+        decoder_config(read_config(folder)), Checkpoint(folder, dtype if widen else None), dtype, device
+    )

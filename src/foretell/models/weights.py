@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,21 +14,25 @@ from torch import Tensor
 
 from foretell.errors import InputError
 
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _HARMLESS = ("rotary_emb.inv_freq",)  # written by old exporters, derived from the config
 
 
 class Checkpoint:
     """The tensors of a model folder, opened lazily.
 
+    Args:
+        dtype: convert tensors to it; None = leave them as they are.
+
     Raises:
         InputError: no safetensors files, or one is damaged or truncated.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         self.folder = folder
+        self._dtype = dtype
         self._files = {path: self._open(path) for path in self._paths(folder)}
         self._where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
-        self._used: set[str] = set()
 
     @staticmethod
     def _paths(folder: Path) -> list[Path]:
@@ -61,7 +66,7 @@ class Checkpoint:
         return iter(self._where)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor in the checkpoint's own dtype.
+        """A tensor.
 
         Raises:
             InputError: its shape is not `shape`.
@@ -69,8 +74,16 @@ class Checkpoint:
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise InputError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
-        self._used.add(name)
-        return tensor
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Per tensor, its elements and its bytes; no tensor is read."""
+        out = {}
+        for name, path in self._where.items():
+            part = self._files[path].get_slice(name)
+            count = math.prod(part.get_shape())
+            out[name] = count, count * _BYTES.get(part.get_dtype(), 4)
+        return out
 
     def require(self, names: Iterable[str]) -> None:
         """Checks that the checkpoint holds exactly these tensors.

@@ -1,0 +1,5 @@
+"""`python -m foretell`."""
+
+from foretell.cli.main import main
+
+main()

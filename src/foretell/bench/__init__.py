@@ -1,0 +1,1 @@
+"""Benchmarks: speed beside a lossless column, in one run, with what is needed to repeat it."""

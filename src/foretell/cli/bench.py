@@ -1,0 +1,186 @@
+"""`foretell bench`: measurements, each with what is needed to repeat it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretell.cli import options as opt
+from foretell.cli.console import model_progress, print_json, progress_bar, stderr, stdout
+
+if TYPE_CHECKING:
+    from foretell.api import LLM
+    from foretell.bench.identity import Check
+
+app = typer.Typer(
+    name="bench", help="Measure: step times, code editing, token identity.", no_args_is_help=True
+)
+
+OutOpt = Annotated[Path, typer.Option("--out", help="Folder for PNG and JSON files.", show_default=True)]
+RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True)]
+_OUT = Path("results")
+
+
+@app.command()
+def step(
+    model: opt.ModelOpt = "smollm2-135m",
+    context: Annotated[
+        int, typer.Option("--context", help="Tokens before the step.", show_default=True)
+    ] = 128,
+    repeats: RepeatsOpt = 20,
+    as_json: opt.JsonOpt = False,
+    out: OutOpt = _OUT,
+) -> None:
+    """Time of a step by verified rows: our decoder and transformers, same weights, fp32 arithmetic."""
+    import torch
+
+    from foretell.bench import step as bench
+    from foretell.models.catalog import locate
+    from foretell.models.decoder import load_decoder
+
+    with model_progress() as report:
+        folder = locate(model, report)
+    cpu = torch.device("cpu")
+    steps = {
+        "foretell, stored weights": bench.own_step(load_decoder(folder, torch.float32, cpu), context),
+        "foretell, fp32 weights": bench.own_step(
+            load_decoder(folder, torch.float32, cpu, widen=True), context
+        ),
+        "transformers": bench.transformers_step(folder, context),
+    }
+    with progress_bar() as bar:
+        task = bar.add_task("timing steps", total=repeats + 2)
+        results = bench.measure(steps, repeats, lambda: bar.advance(task))
+    facts = {"model": model, "context": context, "repeats": repeats}
+    value = [r.to_json(beside=results[-1]) for r in results]
+    _save(out, "step", facts, value)
+    bench.plot(results, out / "step.png", f"{model}: one step behind {context} tokens")
+    if as_json:
+        print_json(value)
+        return
+    from rich.table import Table
+
+    table = Table(title=f"{model}, {context} tokens of context, ms per step (median of {repeats})")
+    table.add_column("rows verified")
+    for name in (*map(str, bench.ROWS), "8 : 1", "plain speed"):
+        table.add_column(name, justify="right")
+    for r in results:
+        times = [f"{1000 * r.seconds[n]:.1f}" for n in bench.ROWS]
+        table.add_row(r.name, *times, f"{r.ratio(8):.2f}", f"{results[-1].seconds[1] / r.seconds[1]:.2f}x")
+    stdout().print(table)
+
+
+@app.command()
+def edit(
+    model: opt.ModelOpt = "smollm2-135m",
+    drafter: opt.DrafterOpt = "ngram",
+    draft_tokens: opt.DraftTokensOpt = 8,
+    max_tokens: opt.MaxTokensOpt = 512,
+    repeats: RepeatsOpt = 1,
+    as_json: opt.JsonOpt = False,
+    out: OutOpt = _OUT,
+) -> None:
+    """Plain against speculative on "return this function with one change", five functions."""
+    from foretell.api import LLM
+    from foretell.bench.compare import compare, summarise
+    from foretell.bench.items import single_turn
+    from foretell.cli.demo import speed_table
+    from foretell.types import SamplingParams
+
+    with model_progress() as report:
+        llm = LLM(model, drafter=drafter, draft_tokens=draft_tokens, report=report)
+    methods = {"plain": LLM(llm.loaded, drafter="none"), drafter: llm}
+    items = single_turn("edit", llm, max_tokens)
+    with progress_bar() as bar:
+        task = bar.add_task("plain and speculative, in turn", total=len(items) * 2 * repeats)
+        runs = compare(methods, items, SamplingParams(), repeats, lambda run: bar.advance(task))
+    rows = summarise(runs)
+    facts = {"model": model, "max_tokens": max_tokens, "draft_tokens": draft_tokens, "repeats": repeats}
+    _save(out, "edit", {**facts, "runs": [run.to_json() for run in runs]}, [row.to_json() for row in rows])
+    if as_json:
+        for row in rows:
+            print_json(row.to_json())
+    else:
+        stdout().print(speed_table(f"{model}, greedy, up to {max_tokens} tokens", rows))
+
+
+@app.command()
+def identity(
+    model: opt.ModelOpt = "smollm2-135m",
+    draft: Annotated[str | None, typer.Option("--draft", help="Draft model to check beside ngram.")] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Of the 20 prompts.", show_default=True)] = 20,
+    max_tokens: opt.MaxTokensOpt = 64,
+    draft_tokens: opt.DraftTokensOpt = 8,
+    as_json: opt.JsonOpt = False,
+    out: OutOpt = _OUT,
+) -> None:
+    """Check that every answer equals plain decoding's: greedy and seeded, batch 1 and 4, prefix hits.
+
+    Exits with 1 if one differs.
+    """
+    from foretell.api import LLM
+    from foretell.bench.identity import SETTINGS, check_identity
+    from foretell.bench.items import conversations
+
+    with model_progress() as report:
+        plain = LLM(model, drafter="none", report=report)
+    items = conversations("identity", plain, max_tokens, prompts)
+    methods = {"ngram": LLM(plain.loaded, drafter="ngram", draft_tokens=draft_tokens)}
+    if draft is not None:
+        methods[f"draft:{draft}"] = LLM(plain.loaded, drafter=f"draft:{draft}", draft_tokens=4)
+    total = len(SETTINGS) * len(items) * (1 + 2 * len(methods))
+    with progress_bar() as bar:
+        task = bar.add_task("answers", total=total)
+        checks = check_identity(plain, methods, items, lambda: bar.advance(task))
+    facts = {"model": model, "max_tokens": max_tokens, "row_exact": plain.loaded.model.row_exact}
+    _save(out, "identity", facts, [check.to_json() for check in checks])
+    if as_json:
+        for check in checks:
+            print_json(check.to_json())
+    else:
+        _print_checks(plain, checks)
+    if any(check.differences for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_checks(plain: LLM, checks: list[Check]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{plain.loaded.name}: answers equal to plain decoding's")
+    for name in ("method", "setting", "batch", "answers", "tokens", "prefix hits", "AL", "identical"):
+        table.add_column(name, justify="left" if name in ("method", "setting") else "right")
+    for c in checks:
+        same = "yes" if not c.differences else f"NO ({len(c.differences)} differ)"
+        table.add_row(
+            c.method,
+            c.setting,
+            str(c.batch),
+            str(c.answers),
+            str(c.tokens),
+            str(c.reused),
+            f"{c.al:.2f}",
+            same,
+        )
+    stdout().print(table)
+    for c in checks:
+        for d in c.differences:
+            stderr().print(f"{c.method}, {c.setting}, batch {c.batch}: {d}")
+
+
+def _save(out: Path, name: str, facts: dict[str, Any], results: Any) -> None:
+    """Writes OUT/NAME.json with provenance."""
+    import json
+
+    from foretell.bench.provenance import provenance
+    from foretell.errors import InputError
+
+    value = {"provenance": provenance(), **facts, "results": results}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {out}: {error.strerror}", hint="choose another folder with --out"
+        ) from error

@@ -1,0 +1,151 @@
+"""`foretell generate`: answers prompts."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretell.cli import options as opt
+from foretell.cli.console import print_json, stderr
+
+if TYPE_CHECKING:
+    from foretell.api import LLM, Completion
+    from foretell.types import SamplingParams
+
+
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="Prompts; several make a batch, - reads stdin.")],
+    model: opt.ModelOpt = "smollm2-135m",
+    drafter: opt.DrafterOpt = "ngram",
+    draft_tokens: opt.DraftTokensOpt = 8,
+    verify: opt.VerifyOpt = "coupled",
+    max_tokens: opt.MaxTokensOpt = 256,
+    temperature: opt.TemperatureOpt = 0.0,
+    top_p: opt.TopPOpt = 1.0,
+    top_k: opt.TopKOpt = 0,
+    min_p: opt.MinPOpt = 0.0,
+    seed: opt.SeedOpt = None,
+    stop: opt.StopOpt = None,
+    min_tokens: opt.MinTokensOpt = 0,
+    logit_bias: opt.BiasOpt = None,
+    repetition_penalty: opt.RepetitionOpt = 1.0,
+    frequency_penalty: opt.FrequencyOpt = 0.0,
+    presence_penalty: opt.PresenceOpt = 0.0,
+    logprobs: opt.LogprobsOpt = None,
+    n: opt.NOpt = 1,
+    ignore_eos: opt.IgnoreEosOpt = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the prompt to the model without chat template.")
+    ] = False,
+    as_json: opt.JsonOpt = False,
+    device: opt.DeviceOpt = "auto",
+    impl: opt.ImplOpt = "auto",
+    allow_untested: opt.UntestedOpt = False,
+    kv_tokens: opt.KvTokensOpt = None,
+) -> None:
+    """Answer prompts, each token the model's own, several at a time where a draft allows it."""
+    params = opt.sampling_params(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=tuple(stop or ()),
+        logit_bias=opt.parse_bias(logit_bias),
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logprobs=logprobs,
+        n=n,
+        ignore_eos=ignore_eos,
+    )
+    texts = _read(prompts)
+    llm = opt.load_llm(
+        model,
+        drafter=drafter,
+        draft_tokens=draft_tokens,
+        verify=verify,
+        device=device,
+        impl=impl,
+        allow_untested=allow_untested,
+        kv_tokens=kv_tokens,
+    )
+    ids = [_encode(llm, text, raw) for text in texts]
+    if as_json:
+        for completion in llm.generate(ids, params):
+            print_json(to_json(llm, completion))
+    elif len(ids) == 1 and n == 1:
+        _stream(llm, ids[0], params)
+    else:
+        for completion in llm.generate(ids, params):
+            print(completion.text, end="\n\n")
+            _footer(completion)
+
+
+def _read(prompts: list[str]) -> list[str]:
+    from foretell.errors import InputError
+
+    if prompts.count("-") > 1:
+        raise InputError("stdin can be read only once: - was given more than once")
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    if empty := [i for i, text in enumerate(texts, start=1) if not text.strip()]:
+        raise InputError(f"prompt {empty[0]} is empty")
+    return texts
+
+
+def _encode(llm: LLM, text: str, raw: bool) -> list[int]:
+    return llm.tokenizer.encode(text) if raw else llm.chat_prompt([{"role": "user", "content": text}])
+
+
+def _stream(llm: LLM, ids: list[int], params: SamplingParams) -> None:
+    from foretell.engine import Chunk
+
+    for item in llm.stream(ids, params):
+        if isinstance(item, Chunk):
+            print(item.text, end="", flush=True)
+        else:
+            print(flush=True)
+            _footer(item)
+
+
+def _footer(completion: Completion) -> None:
+    stats = completion.stats
+    line = (
+        f"{len(completion.token_ids)} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.steps} steps, "
+        f"AL {stats.al:.2f}, accepted {stats.accepted} of {stats.drafted} drafted, {completion.finish_reason}"
+    )
+    if not completion.lossless:
+        line += ", LOSSY"
+    stderr().print(line, style="dim")
+
+
+def to_json(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """A completion as the JSON object of --json."""
+    value: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "seed": completion.seed,
+        "lossless": completion.lossless,
+        "impl": completion.impl,
+        "stats": completion.stats.to_json(),
+    }
+    if completion.logprobs:
+        value["logprobs"] = [
+            {
+                "token": llm.tokenizer.token(entry.token_id),
+                "token_id": entry.token_id,
+                "logprob": entry.logprob,
+                "top": [
+                    {"token": llm.tokenizer.token(i), "token_id": i, "logprob": p}
+                    for i, p in entry.top.items()
+                ],
+            }
+            for entry in completion.logprobs
+        ]
+    return value

@@ -1,0 +1,47 @@
+"""The command line. Verbs import what they need when they run, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from foretell.cli import bench, chat, demo, generate, inspect, pull
+
+app = typer.Typer(
+    name="foretell",
+    help="Large language models that answer faster without changing what they say.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(demo.demo)
+app.command()(pull.pull)
+app.command()(inspect.inspect)
+app.add_typer(bench.app)
+
+
+def main() -> None:
+    """Entry point: user errors are two lines on stderr and exit code 2."""
+    from foretell.errors import InputError
+
+    try:
+        app()
+    except InputError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Options that several verbs share. Defaults come from the library's own dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from foretell.api import LLM
+    from foretell.types import SamplingParams
+
+ModelOpt = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Catalogue name, folder, .gguf file or hub id.", show_default=True),
+]
+DrafterOpt = Annotated[str, typer.Option("--drafter", help="none, ngram, or draft:MODEL.", show_default=True)]
+DraftTokensOpt = Annotated[int, typer.Option("--draft-tokens", help="Draft length.", show_default=True)]
+VerifyOpt = Annotated[
+    str, typer.Option("--verify", help="Acceptance rule: coupled, rejection or block.", show_default=True)
+]
+DeviceOpt = Annotated[str, typer.Option("--device", help="auto, cpu or cuda[:N].", show_default=True)]
+ImplOpt = Annotated[
+    str, typer.Option("--impl", help="Who runs the graph: auto, decoder (own) or hf.", show_default=True)
+]
+UntestedOpt = Annotated[
+    bool, typer.Option("--allow-untested", help="Run architectures that have no parity test.")
+]
+KvTokensOpt = Annotated[
+    int | None, typer.Option("--kv-tokens", help="Tokens that the KV cache holds.  [default: 16384]")
+]
+MaxTokensOpt = Annotated[int, typer.Option("--max-tokens", help="Tokens to emit at most.", show_default=True)]
+MinTokensOpt = Annotated[int, typer.Option("--min-tokens", help="Tokens before the answer may end.")]
+TemperatureOpt = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", show_default=True)]
+TopKOpt = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.")]
+TopPOpt = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens of this mass.")]
+MinPOpt = Annotated[float, typer.Option("--min-p", help="Keep tokens at least this likely beside the best.")]
+SeedOpt = Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")]
+StopOpt = Annotated[list[str] | None, typer.Option("--stop", help="End before this string; repeatable.")]
+BiasOpt = Annotated[list[str] | None, typer.Option("--logit-bias", help="TOKEN_ID=NUMBER; repeatable.")]
+RepetitionOpt = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages repeats.")]
+FrequencyOpt = Annotated[float, typer.Option("--frequency-penalty", help="Subtracted per occurrence.")]
+PresenceOpt = Annotated[float, typer.Option("--presence-penalty", help="Subtracted once a token occurred.")]
+LogprobsOpt = Annotated[
+    int | None, typer.Option("--logprobs", help="Report this many alternatives per token.")
+]
+NOpt = Annotated[int, typer.Option("-n", help="Answers per prompt.")]
+IgnoreEosOpt = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON, one object per result.")]
+
+
+def parse_bias(entries: Sequence[str] | None) -> dict[int, float]:
+    """TOKEN_ID=NUMBER entries as a mapping.
+
+    Raises:
+        InputError: an entry has another form.
+    """
+    from foretell.errors import InputError
+
+    bias = {}
+    for entry in entries or ():
+        token, equals, value = entry.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise InputError(f"logit_bias must look like TOKEN_ID=NUMBER, got {entry!r}") from None
+    return bias
+
+
+def load_llm(
+    model: str,
+    *,
+    drafter: str,
+    draft_tokens: int,
+    verify: str,
+    device: str,
+    impl: str,
+    allow_untested: bool,
+    kv_tokens: int | None,
+) -> LLM:
+    """An `LLM`, with a progress bar while its model is fetched or converted."""
+    from foretell.api import LLM
+    from foretell.cli.console import model_progress
+
+    with model_progress() as report:
+        return LLM(
+            model,
+            drafter=drafter,
+            draft_tokens=draft_tokens,
+            verify=verify,
+            device=device,
+            impl=impl,
+            allow_untested=allow_untested,
+            kv_tokens=kv_tokens,
+            report=report,
+        )
+
+
+def sampling_params(**values: object) -> SamplingParams:
+    """`SamplingParams` of the command line's options."""
+    from foretell.types import SamplingParams
+
+    return SamplingParams(**values)  # type: ignore[arg-type]

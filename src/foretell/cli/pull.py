@@ -1,0 +1,25 @@
+"""`foretell pull`: fetches and converts models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from foretell.cli.console import model_progress, stdout
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="Catalogue name, hub id or .gguf file.")] = "smollm2-135m",
+    show: Annotated[bool, typer.Option("--list", help="Show the catalogue.")] = False,
+) -> None:
+    """Fetch a model, convert it if needed, and print its folder."""
+    from foretell.models.catalog import CATALOGUE, locate
+
+    if show:
+        for name, entry in CATALOGUE.items():
+            stdout().print(f"{name:20} {entry.size / 1e6:6.0f} MB  {entry.about}")
+        return
+    with model_progress() as report:
+        folder = locate(model, report)
+    print(folder)
