@@ -163,19 +163,23 @@ class DraftModelDrafter:
         for g in active:
             lease, ahead = g.state.lease, g.state.ahead
             unread = g.request.tokens[lease.length :] or g.stem[len(ahead) :]
-            segments.append(Segment(lease.start, lease.length + len(ahead), unread))
+            segments.append(Segment(lease.start, lease.length + len(ahead), self._known(unread)))
         output = self._model.forward(pack(segments, self._cache.arena))
         for g in active:
             g.state.lease.length = len(g.request.tokens)
             g.state.ahead = list(g.stem)
         return output.logits_RV[:, : self._vocabulary]
 
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Ids that the draft has a row for: a padded target can emit others, which it reads as id 0."""
+        return [token if token < self._model.vocab_size else 0 for token in tokens]
+
     def _catch_up(self, active: list[_Growing]) -> None:
         """Reads long prompts until at most one chunk is left."""
         while far := [g for g in active if len(g.request.tokens) - g.state.lease.length > _CHUNK]:
             segments = []
             for lease, tokens in ((g.state.lease, g.request.tokens) for g in far):
-                part = tokens[lease.length : lease.length + _CHUNK]
+                part = self._known(tokens[lease.length : lease.length + _CHUNK])
                 segments.append(Segment(lease.start, lease.length, part, logits=False))
                 lease.length += _CHUNK
             self._model.forward(pack(segments, self._cache.arena))

@@ -1,0 +1,39 @@
+# Everything from nothing: `make demo` and `make test` set up what they need, once.
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell command -v $(p))))
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# a C compiler as a wheel, where the machine has none (foretell/kernels/build.py)
+EXTRAS := $(if $(or $(CC:cc=),$(shell command -v cc gcc clang)),dev,dev,compiler)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test quick lint gpu-check clean
+
+demo: $(READY)
+	@$(BIN)/foretell demo
+
+test: $(READY) lint
+	@$(BIN)/foretell pull smollm2-135m > /dev/null
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real"
+
+lint: $(READY)
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+
+gpu-check: $(READY)
+	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+	$(BIN)/foretell bench step --device cuda --repeats 20
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3 found; foretell needs Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "foretell needs Python 3.11 or newer, $(PYTHON) is older; make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) 2> /dev/null || $(PYTHON) -m virtualenv $(VENV) || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
