@@ -154,12 +154,13 @@ def test_keys_do_not_collide():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_p", 0), ("top_p", 1.1),
-        ("top_k", -1), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 2), ("max_tokens", 0), ("max_tokens", -5),
-        ("max_tokens", True), ("min_tokens", -1), ("min_tokens", 300), ("seed", -1), ("seed", 1 << 63),
-        ("stop", ""), ("stop", ["ok", ""]), ("stop", [-1]), ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}),
-        ("logit_bias", {1: math.nan}), ("repetition_penalty", 0), ("frequency_penalty", 3), ("presence_penalty", -3),
-        ("logprobs", -1), ("logprobs", 21), ("n", 0), ("temperature", "hot"),
+        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
+        ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 2),
+        ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", True), ("min_tokens", -1), ("min_tokens", 300),
+        ("seed", -1), ("seed", 1 << 63), ("stop", ""), ("stop", ["ok", ""]), ("stop", [-1]),
+        ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 101}), ("logit_bias", {1: math.nan}),
+        ("repetition_penalty", 0), ("frequency_penalty", 3), ("presence_penalty", -3), ("logprobs", -1),
+        ("logprobs", 21), ("n", 0),
     ],
 )  # fmt: skip
 def test_bad_parameters_name_field_value_and_range(field, value):

@@ -73,8 +73,11 @@ class Check:
 def check_identity(
     plain: LLM, methods: Mapping[str, LLM], items: Sequence[Item], on_answer: Callable[[], None]
 ) -> list[Check]:
-    """Answers all items plainly, one by one, then by every method at batch 1 and 4."""
+    """Answers all items plainly, one by one from an empty cache, then by every method: in batches of
+    four, and alone, where the prompt is found in the cache."""
     checks = []
+    for llm in methods.values():
+        llm.engine.cache.forget()
     for setting, params in SETTINGS.items():
         wanted = {}
         for item in items:
@@ -82,7 +85,7 @@ def check_identity(
             (wanted[item.id],) = plain.generate(item.ids, params.replace(max_tokens=item.max_tokens))
             on_answer()
         for method, llm in methods.items():
-            for batch in (1, 4):
+            for batch in (4, 1):
                 checks.append(_check(method, llm, setting, batch, items, wanted, on_answer))
     return checks
 
@@ -99,7 +102,6 @@ def _check(
     params = SETTINGS[setting]
     answers: dict[str, Completion] = {}
     expected: dict[str, list[int]] = {}
-    llm.engine.cache.forget()
     for start in range(0, len(items), batch):
         group = items[start : start + batch]
         if batch > 1:

@@ -43,6 +43,11 @@ class StepTimes:
         }
 
 
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def own_step(model: TargetModel, context: int) -> StepFn:
     """Steps of one of our models behind `context` tokens."""
     arena = model.new_arena(context + max(ROWS) + 1)
@@ -55,12 +60,13 @@ def own_step(model: TargetModel, context: int) -> StepFn:
         chain = list(range(-1, rows - 2))
         pending, draft = tokens[context : context + 1], tokens[context + 1 : context + rows]
         model.forward(pack([Segment(0, context, pending, draft, chain)], arena))
+        _synchronize(model.device)
         return time.perf_counter() - start
 
     return step
 
 
-def transformers_step(folder: Path, context: int) -> StepFn:
+def transformers_step(folder: Path, context: int, dtype: torch.dtype, device: torch.device) -> StepFn:
     """Steps of transformers' own model and cache behind `context` tokens."""
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
@@ -68,8 +74,10 @@ def transformers_step(folder: Path, context: int) -> StepFn:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.tensor([[1 + i % (model.config.vocab_size - 1) for i in range(context + max(ROWS))]])
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+    tokens = torch.tensor(
+        [[1 + i % (model.config.vocab_size - 1) for i in range(context + max(ROWS))]], device=device
+    )
     with torch.inference_mode():
         cache: Any = model(tokens[:, :context], past_key_values=DynamicCache()).past_key_values
 
@@ -77,6 +85,7 @@ def transformers_step(folder: Path, context: int) -> StepFn:
         start = time.perf_counter()
         with torch.inference_mode():
             model(tokens[:, context : context + rows], past_key_values=cache)
+        _synchronize(device)
         seconds = time.perf_counter() - start
         cache.crop(-rows)
         return seconds

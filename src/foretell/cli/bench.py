@@ -30,25 +30,25 @@ def step(
         int, typer.Option("--context", help="Tokens before the step.", show_default=True)
     ] = 128,
     repeats: RepeatsOpt = 20,
+    device: opt.DeviceOpt = "cpu",
     as_json: opt.JsonOpt = False,
     out: OutOpt = _OUT,
 ) -> None:
-    """Time of a step by verified rows: our decoder and transformers, same weights, fp32 arithmetic."""
-    import torch
-
+    """Time of a step by verified rows: our decoder and transformers, same weights; fp32 arithmetic on the
+    CPU, bf16 on CUDA."""
     from foretell.bench import step as bench
     from foretell.models.catalog import locate
     from foretell.models.decoder import load_decoder
+    from foretell.models.load import compute_dtype, pick_device
 
     with model_progress() as report:
         folder = locate(model, report)
-    cpu = torch.device("cpu")
+    where = pick_device(device)
+    dtype = compute_dtype(where)
     steps = {
-        "foretell, stored weights": bench.own_step(load_decoder(folder, torch.float32, cpu), context),
-        "foretell, fp32 weights": bench.own_step(
-            load_decoder(folder, torch.float32, cpu, widen=True), context
-        ),
-        "transformers": bench.transformers_step(folder, context),
+        "foretell, stored weights": bench.own_step(load_decoder(folder, dtype, where), context),
+        "foretell, fp32 weights": bench.own_step(load_decoder(folder, dtype, where, widen=True), context),
+        "transformers": bench.transformers_step(folder, context, dtype, where),
     }
     with progress_bar() as bar:
         task = bar.add_task("timing steps", total=repeats + 2)

@@ -18,6 +18,7 @@ _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 
 
 def chat(
+    ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
     draft_tokens: opt.DraftTokensOpt = 8,
@@ -33,17 +34,8 @@ def chat(
     kv_tokens: opt.KvTokensOpt = None,
 ) -> None:
     """Talk with a model; what was said before is not computed again."""
-    params = opt.sampling_params(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    llm = opt.load_llm(
-        model,
-        drafter=drafter,
-        draft_tokens=draft_tokens,
-        verify=verify,
-        device=device,
-        impl=impl,
-        allow_untested=allow_untested,
-        kv_tokens=kv_tokens,
-    )
+    params = opt.sampling_params(ctx.params)
+    llm = opt.load_llm(ctx.params)
     try:
         importlib.import_module("readline")  # line editing and history for input()
     except ImportError:

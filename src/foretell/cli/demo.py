@@ -20,6 +20,7 @@ _QUESTION = "What is speculative decoding? Explain it with a short example."
 
 
 def demo(
+    ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
     draft_tokens: opt.DraftTokensOpt = 8,
@@ -35,16 +36,7 @@ def demo(
     from foretell.bench.items import single_turn
     from foretell.types import SamplingParams
 
-    llm = opt.load_llm(
-        model,
-        drafter=drafter,
-        draft_tokens=draft_tokens,
-        verify="coupled",
-        device=device,
-        impl="auto",
-        allow_untested=False,
-        kv_tokens=None,
-    )
+    llm = opt.load_llm(ctx.params)
     if not as_json:
         _answer(llm)
     methods = {"plain": LLM(llm.loaded, drafter="none"), drafter: llm}

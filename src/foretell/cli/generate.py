@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def generate(
+    ctx: typer.Context,
     prompts: Annotated[list[str], typer.Argument(help="Prompts; several make a batch, - reads stdin.")],
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
@@ -46,34 +47,9 @@ def generate(
     kv_tokens: opt.KvTokensOpt = None,
 ) -> None:
     """Answer prompts, each token the model's own, several at a time where a draft allows it."""
-    params = opt.sampling_params(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=tuple(stop or ()),
-        logit_bias=opt.parse_bias(logit_bias),
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        logprobs=logprobs,
-        n=n,
-        ignore_eos=ignore_eos,
-    )
+    params = opt.sampling_params(ctx.params)
     texts = _read(prompts)
-    llm = opt.load_llm(
-        model,
-        drafter=drafter,
-        draft_tokens=draft_tokens,
-        verify=verify,
-        device=device,
-        impl=impl,
-        allow_untested=allow_untested,
-        kv_tokens=kv_tokens,
-    )
+    llm = opt.load_llm(ctx.params)
     ids = [_encode(llm, text, raw) for text in texts]
     if as_json:
         for completion in llm.generate(ids, params):

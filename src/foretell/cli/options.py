@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -70,37 +70,30 @@ def parse_bias(entries: Sequence[str] | None) -> dict[int, float]:
     return bias
 
 
-def load_llm(
-    model: str,
-    *,
-    drafter: str,
-    draft_tokens: int,
-    verify: str,
-    device: str,
-    impl: str,
-    allow_untested: bool,
-    kv_tokens: int | None,
-) -> LLM:
-    """An `LLM`, with a progress bar while its model is fetched or converted."""
+_LLM_OPTIONS = ("drafter", "draft_tokens", "verify", "device", "impl", "allow_untested", "kv_tokens")
+
+
+def load_llm(given: Mapping[str, Any]) -> LLM:
+    """The `LLM` of a verb's options (`ctx.params`), with a progress bar while its model is fetched or
+    converted. Options that the verb does not have keep their defaults."""
     from foretell.api import LLM
     from foretell.cli.console import model_progress
 
     with model_progress() as report:
         return LLM(
-            model,
-            drafter=drafter,
-            draft_tokens=draft_tokens,
-            verify=verify,
-            device=device,
-            impl=impl,
-            allow_untested=allow_untested,
-            kv_tokens=kv_tokens,
-            report=report,
+            given["model"], **{name: given[name] for name in _LLM_OPTIONS if name in given}, report=report
         )
 
 
-def sampling_params(**values: object) -> SamplingParams:
-    """`SamplingParams` of the command line's options."""
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """The `SamplingParams` of a verb's options (`ctx.params`)."""
+    from dataclasses import fields
+
     from foretell.types import SamplingParams
 
-    return SamplingParams(**values)  # type: ignore[arg-type]
+    values = {item.name: given[item.name] for item in fields(SamplingParams) if item.name in given}
+    if "stop" in values:
+        values["stop"] = tuple(values["stop"] or ())
+    if "logit_bias" in values:
+        values["logit_bias"] = parse_bias(values["logit_bias"])
+    return SamplingParams(**values)

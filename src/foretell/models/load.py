@@ -77,8 +77,13 @@ def load_model(
     return LoadedModel(name, folder, model, tokenizer, end_token_ids(folder, config, tokenizer))
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Arithmetic of a device: fp32 on the CPU, bf16 on CUDA."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 def _load(folder: Path, impl: str, device: torch.device, allow_untested: bool) -> TargetModel:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = compute_dtype(device)
     if impl != "hf":
         from foretell.models.decoder import load_decoder
 

@@ -3,8 +3,8 @@
  * Weights lie in panels of 16 outputs, [panel][input][16], so a step reads them as one stream at
  * the speed of memory. Up to six rows share each weight while it is in a register; with more rows
  * the block of a panel passes through the first-level cache once per six, and every pass fetches
- * its share of the next block, so that arithmetic and memory overlap. Each output is one chain of
- * fused multiply-adds over the inputs in order, whatever the number of rows.
+ * its share of the next block, so that arithmetic and memory overlap. Each output is a sum of blocks,
+ * each block one chain of fused multiply-adds over its inputs in order, whatever the number of rows.
  *
  * fp16 and bf16 weights are widened in registers: the result has the same bits as with the same
  * weights in fp32, for half the bytes. */
@@ -56,8 +56,8 @@ INLINE void linear_tile(const float *x, const void *w, float *sums, int64_t n, i
                         int first, const char *next, int64_t every, const int kind, const int R) {
   f8 a[ROWS], b[ROWS];
   for (int r = 0; r < R; r++) {
-    a[r] = first ? splat(0) : LOAD(sums + r * PANEL);
-    b[r] = first ? splat(0) : LOAD(sums + r * PANEL + 8);
+    a[r] = splat(0);
+    b[r] = splat(0);
   }
   int64_t since = 0;
   for (int64_t k = 0; k < n; k++) {
@@ -74,8 +74,8 @@ INLINE void linear_tile(const float *x, const void *w, float *sums, int64_t n, i
     }
   }
   for (int r = 0; r < R; r++) {
-    STORE(sums + r * PANEL, a[r]);
-    STORE(sums + r * PANEL + 8, b[r]);
+    STORE(sums + r * PANEL, first ? a[r] : LOAD(sums + r * PANEL) + a[r]);
+    STORE(sums + r * PANEL + 8, first ? b[r] : LOAD(sums + r * PANEL + 8) + b[r]);
   }
 }
 
