@@ -1,5 +1,6 @@
 # Everything from nothing: `make demo` and `make test` set up what they need, once.
-PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell command -v $(p))))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -29,8 +30,7 @@ gpu-check: $(READY)
 	$(BIN)/foretell bench step --device cuda --repeats 20
 
 $(READY): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "no python3 found; foretell needs Python 3.11 or newer" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "foretell needs Python 3.11 or newer, $(PYTHON) is older; make PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "foretell needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) 2> /dev/null || $(PYTHON) -m virtualenv $(VENV) || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(READY)
