@@ -31,7 +31,7 @@ gpu-check: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "foretell needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) 2> /dev/null || $(PYTHON) -m virtualenv $(VENV) || { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@sh scripts/venv.sh $(PYTHON) $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(READY)
 
