@@ -15,10 +15,10 @@ demo: $(READY)
 
 test: $(READY) lint
 	@$(BIN)/foretell pull smollm2-135m > /dev/null
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 quick: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not real"
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests

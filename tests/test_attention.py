@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.attention import Segment, attend, pack
-from foretell.attention.reference import attend_reference
 from foretell.cache import KVArena
 from foretell.kernels import HeadSpec, TorchKernels, native_kernels
+from tests.attention_oracle import attend_reference
 
 CPU = torch.device("cpu")
 KERNELS = {"native": native_kernels(), "torch": TorchKernels()}
@@ -83,6 +83,33 @@ def test_tree_mask_by_hand():
     ]
     assert batch.position_T.tolist() == [2, 3, 4, 4, 5, 5]
     assert batch.logit_R.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_tree_may_grow_over_several_passes():
+    """Rows of a later pass see their ancestors of earlier ones: the same bits as all at once."""
+    torch.manual_seed(0)
+    spec, kernels = HeadSpec(4, 2, 8, 0.4), KERNELS["native"]
+    tokens, parents = [0] * 6, [-1, -1, 0, 1, 2, 3]
+    q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+
+    def arena() -> KVArena:
+        made = KVArena(1, 2, 8, 32, torch.float32, CPU)
+        for store in (made.keys_LKSD, made.values_LKSD):
+            store.normal_(generator=torch.Generator().manual_seed(1))
+        return made
+
+    whole = attend(0, q, k, v, pack([Segment(2, 3, [0, 0], tokens, parents)], arena()), spec, kernels)
+    grown, part = arena(), []
+    for rows, segment in (
+        ([0, 1, 2, 3], Segment(2, 3, [0, 0], tokens[:2], parents[:2])),
+        ([4, 5], Segment(2, 5, [], tokens[:4], parents[:4], stored=2)),
+        ([6, 7], Segment(2, 5, [], tokens, parents, stored=4)),
+    ):
+        batch = pack([segment], grown)
+        part.append(attend(0, q[rows], k[rows], v[rows], batch, spec, kernels))
+    assert torch.equal(torch.cat(part), whole)
+    assert batch.position_T.tolist() == [7, 7]
+    assert batch.logit_R.tolist() == [0, 1]
 
 
 def test_long_prefill_equals_sdpa():

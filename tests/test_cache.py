@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -36,9 +38,10 @@ class Lives(RuleBasedStateMachine):
     def admit(self, tokens, extra):
         lease = self.cache.reserve(tokens, len(tokens) + extra)
         if lease is None:
-            taken = sum(other.capacity for other in self.live)
-            assert self.live, "an empty arena has room for everything that fits"
-            assert taken + len(tokens) + extra > 0
+            starts = sorted((other.start, other.start + other.capacity) for other in self.live)
+            edges = [(0, 0), *starts, (40, 40)]
+            gaps = [after[0] - before[1] for before, after in pairwise(edges)]
+            assert max(gaps) < len(tokens) + extra, "there was room between the live ranges"
             return
         assert lease.length < len(tokens), "the last token's logits are still to be computed"
         write(self.cache, lease, tokens[lease.length :])

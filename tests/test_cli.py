@@ -42,11 +42,11 @@ def foretell(monkeypatch, capsys):
     def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["foretell", *args])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code: object = 0
         try:
             main()
-            code = 0
         except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0
+            code = stop.code or 0
         out = capsys.readouterr()
         return code, out.out, out.err
 
@@ -181,22 +181,45 @@ def test_chat_survives_a_message_that_does_not_fit(foretell, gguf_model):
 
 
 def test_chat_ctrl_c_stops_the_answer_not_the_program(foretell, gguf_model, monkeypatch):
-    from foretell.api import LLM
+    from foretell.api import Stream
 
-    stream, calls = LLM.stream, []
+    following, calls = Stream.__next__, []
 
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        for index, item in enumerate(stream(self, *args, **kwargs)):
-            if len(calls) == 1 and index == 1:
-                raise KeyboardInterrupt
-            yield item
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return following(self)
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    monkeypatch.setattr(Stream, "__next__", interrupted)
     code, out, err = foretell("chat", "-m", gguf_model, "--max-tokens", "6", stdin="hello\nagain\n")
     assert code == 0
     assert "[stopped]" in out
     assert err.count("tokens/s") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "warning"),
+    [
+        (["--seed", "3"], "seed has no effect: temperature is 0"),
+        (["--top-k", "3"], "top_k has no effect: temperature is 0"),
+        (["--top-p", "0.5", "--min-p", "0.1"], "min_p has no effect: temperature is 0"),
+        (["-n", "2"], "n has no effect: temperature is 0, all answers are the same"),
+        (["--drafter", "none", "--draft-tokens", "3"], "draft_tokens has no effect: the drafter is none"),
+        (["--allow-untested"], "allow_untested has no effect: LlamaForCausalLM is tested"),
+    ],
+)
+def test_settings_without_effect_are_warned_of(args, warning, foretell, gguf_model, caplog):
+    code, _, _ = foretell("generate", "hello", "-m", gguf_model, "--max-tokens", "3", *args)
+    assert code == 0
+    assert warning in caplog.text
+
+
+def test_settings_with_effect_are_not(foretell, gguf_model, caplog):
+    args = ["-t", "0.7", "--seed", "3", "--top-k", "5", "-n", "2", "--draft-tokens", "3"]
+    code, _, _ = foretell("generate", "hello", "-m", gguf_model, "--max-tokens", "3", *args)
+    assert code == 0
+    assert "no effect" not in caplog.text
 
 
 BAD = {
@@ -211,13 +234,17 @@ BAD = {
     "unknown device": (["--device", "tpu"], "device must be"),
     "max_tokens 0": (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
     "max_tokens negative": (["--max-tokens", "-3"], "max_tokens must be at least 1, got -3"),
-    "temperature negative": (["-t", "-1"], "temperature must be 0 (greedy) or above, got -1.0"),
+    "temperature negative": (["-t", "-1"], "temperature must be 0 (greedy) or at least 0.0001, got -1.0"),
     "temperature nan": (["-t", "nan"], "temperature must be a finite number, got nan"),
     "top_p 0": (["--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
     "empty stop": (["--stop", ""], "stop must be a non-empty string"),
     "draft_tokens": (["--draft-tokens", "-1"], "draft_tokens must be at least 0, got -1"),
     "kv_tokens": (["--kv-tokens", "0"], "kv_tokens must be at least 1, got 0"),
     "kv too small": (["--kv-tokens", "20"], "the cache has 20"),
+    "temperature tiny": (["-t", "1e-30"], "temperature must be 0 (greedy) or at least 0.0001, got 1e-30"),
+    "logprobs unseen": (["--logprobs", "2"], "logprobs are printed with --json only"),
+    "no such memory": (["--kv-tokens", "100000000000"], "which cannot be had"),
+    "hub id form": (["-m", "a/b--c"], "neither a folder here nor a valid hub id"),
     "bias form": (["--logit-bias", "5:2"], "logit_bias must look like TOKEN_ID=NUMBER, got '5:2'"),
     "bias id": (["--logit-bias", "999=1"], "outside the vocabulary of 304"),
     "not a number": (["--top-k", "many"], "Invalid value for '--top-k'"),
@@ -243,6 +270,20 @@ def test_empty_prompt(prompt, foretell, gguf_model):
         code, _, err = foretell("generate", *args, "-m", gguf_model, stdin=stdin)
         assert code == 2
         assert "prompt 1 is empty" in err
+
+
+def test_prompt_that_is_no_text(foretell, gguf_model):
+    for args, stdin in ((["a\udcff"], ""), (["-"], "a\udcff")):
+        code, _, err = foretell("generate", *args, "-m", gguf_model, stdin=stdin)
+        assert code == 2
+        assert "not UTF-8 text" in err
+
+
+@pytest.mark.parametrize("args", [["--repeats", "0"], ["--context", "0"]])
+def test_bench_numbers_are_checked(args, foretell, gguf_model):
+    code, _, err = foretell("bench", "step", "-m", gguf_model, *args)
+    assert code == 2
+    assert f"'{args[0]}'" in err
 
 
 def test_prompt_longer_than_the_context_says_both_numbers(foretell, gguf_model):

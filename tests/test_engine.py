@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.errors import InputError
-from foretell.types import SamplingParams
+from foretell.noise import Stream
+from foretell.types import SamplingParams, chain
+from foretell.verify import RULES
 from tests import oracle
 
 PROMPTS = [
@@ -147,18 +151,32 @@ def test_perfect_draft_is_accepted_whole(decoder):
         assert request.drafted == ([True] * 5 + [False]) * 4
 
 
-def test_strange_draft_helps_more_with_the_targets_noise(decoder):
-    """Coupled drafts meet the target more often than independent ones would."""
+def test_drafts_drawn_with_the_targets_noise_meet_it_more_often(decoder):
+    """The target as its own draft, under the coupled rule: with the shared noise every draft is kept, with
+    noise of its own only as many as two independent draws agree."""
     target = decoder("llama")
-    near = decoder("llama", num_hidden_layers=2)
     params = SamplingParams(max_tokens=100, temperature=1.0, seed=11)
-    counts = {}
-    for rule in ("coupled", "rejection"):
-        engine = oracle.engine(target, oracle.draft_model(near, target), rule=rule, draft_tokens=1)
-        oracle.run(engine, [[i, i + 1, i + 2] for i in range(1, 13)], params)
-        counts[rule] = engine.stats.accepted / engine.stats.drafts
-    assert counts["coupled"] > 0
-    assert counts["rejection"] > 0
+    kept = {}
+    for stream in (Stream.TARGET, Stream.DRAFT):
+        rule = replace(RULES["coupled"], draft_stream=stream)
+        engine = oracle.engine(target, oracle.draft_model(target, target), draft_tokens=1)
+        engine.rule = rule
+        oracle.run(engine, [[i, i + 1, i + 2] for i in range(1, 5)], params)
+        kept[stream] = engine.stats.accepted / engine.stats.drafts
+    assert kept[Stream.TARGET] == 1.0
+    assert kept[Stream.DRAFT] < 0.6
+
+
+def test_a_drafter_that_oversteps_is_named(decoder):
+    """Too many nodes would reach into a neighbour's slots."""
+    target = decoder("llama")
+    for tokens in ([5] * 9, [96], [-1]):
+        drafter = oracle.Fortune({}, 96, seed=0)
+        drafter._tree = lambda request, budget, tokens=tokens: chain(tokens)
+        engine = oracle.engine(target, drafter, draft_tokens=5)
+        engine.submit(PROMPTS[0], SamplingParams(max_tokens=20), frozenset())
+        with pytest.raises(ValueError, match="Fortune drafted"):
+            engine.step()
 
 
 def test_requests_wait_for_room_and_all_finish(decoder, answers):
@@ -187,9 +205,12 @@ def test_abort_frees_the_slots_at_once(decoder, answers):
     second = engine.submit(PROMPTS[1], SETTINGS["greedy"], ENDS)
     waiting = engine.submit(PROMPTS[2], SETTINGS["greedy"], ENDS)
     engine.step()
+    assert second.lease is None, "it waits"
     engine.abort(first)
     engine.abort(waiting)
     engine.cache.check_integrity()
+    engine.step()
+    assert second.lease is not None, "the slots were free for the next step"
     while not engine.idle:
         engine.step()
     assert first.finish_reason == waiting.finish_reason == "abort"
@@ -220,6 +241,7 @@ def test_one_token_one_token_prompt_and_end_first(decoder):
         ),
         ([1, 96], SamplingParams(max_tokens=1), "token 96 is outside the vocabulary of 96"),
         ([1], SamplingParams(max_tokens=1, logit_bias={96: 1.0}), "logit_bias token 96 is outside"),
+        ([1], SamplingParams(max_tokens=1, stop=(96,)), "stop token 96 is outside"),
         ([1], SamplingParams(max_tokens=1, stop="x"), "need a tokenizer"),
     ],
 )

@@ -163,3 +163,16 @@ def test_missing_file_and_unknown_name():
     with pytest.raises(InputError, match="unknown model 'smollm9'") as caught:
         locate("smollm9")
     assert "smollm2-135m" in str(caught.value.hint)
+
+
+def test_large_files_become_several_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr("foretell.models.gguf._SHARD_BYTES", 400_000)
+    model = gguf_files.write(tmp_path / "m.gguf", "llama", "F16")
+    folder = locate(str(tmp_path / "m.gguf"))
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(parameter.half().float())
+    ours = prefill_logits(load_decoder(folder, torch.float32, CPU), PROMPT)
+    torch.testing.assert_close(ours, zoo.path_logits(model, PROMPT), atol=1e-4, rtol=1e-4)

@@ -13,7 +13,6 @@ from foretell.attention import Segment, pack
 from foretell.bench.identity import check_identity
 from foretell.bench.items import conversations
 from foretell.drafters.draft_model import DraftModelDrafter, DraftModelOptions
-from foretell.engine import Chunk
 from foretell.types import SamplingParams
 from tests import zoo
 
@@ -34,7 +33,7 @@ def reference(plain):
 
 def test_logits_equal_transformers_in_prefill_and_tree(plain, reference):
     model = plain.loaded.model
-    prompt = plain.chat_prompt([{"role": "user", "content": "Name three rivers of Europe."}])
+    prompt = plain.encode([{"role": "user", "content": "Name three rivers of Europe."}])
     arena = model.new_arena(128)
     chain = list(range(-1, len(prompt) - 2))
     logits = model.forward(pack([Segment(0, 0, prompt[:1], prompt[1:], chain)], arena)).logits_RV
@@ -85,8 +84,8 @@ def test_twenty_prompts_are_token_identical(plain, random_draft):
     prefix hits. `foretell bench identity` runs the same check for longer answers and real drafts."""
     items = conversations("identity", plain, max_tokens=16)
     assert len(items) == 20
-    drafted = LLM(plain.loaded, drafter="none", draft_tokens=3)
-    drafted.engine._drafter = DraftModelDrafter(random_draft, 49152, 49152, 16384, DraftModelOptions(width=2))
+    drafter = DraftModelDrafter(random_draft, 49152, 49152, 16384, DraftModelOptions(width=2))
+    drafted = LLM(plain.loaded, drafter=drafter, draft_tokens=3)
     methods = {"ngram": LLM(plain.loaded, drafter="ngram"), "draft": drafted}
     checks = check_identity(plain, methods, items, lambda: None)
     assert [check.differences for check in checks] == [()] * 8
@@ -100,25 +99,16 @@ def test_stream_equals_generate_and_chat_reuses_the_conversation(plain):
     llm = LLM(plain.loaded, drafter="ngram")
     messages = [{"role": "user", "content": "Say hello in French, German and Italian. 🙂"}]
     params = SamplingParams(max_tokens=40, stop="Italian:")
-    (whole,) = llm.chat(messages, params)
-    *chunks, last = llm.stream(llm.chat_prompt(messages), params)
-    assert all(isinstance(chunk, Chunk) for chunk in chunks)
+    (whole,) = llm.generate(messages, params)
+    stream = llm.stream(messages, params)
+    chunks, last = list(stream), stream.completion
     assert "".join(chunk.text for chunk in chunks) == last.text == whole.text
     assert [i for chunk in chunks for i in chunk.token_ids] == last.token_ids == whole.token_ids
     messages += [{"role": "assistant", "content": whole.text}, {"role": "user", "content": "And in Spanish?"}]
-    (second,) = llm.chat(messages, SamplingParams(max_tokens=8))
+    (second,) = llm.generate(messages, SamplingParams(max_tokens=8))
     assert second.stats.reused > 40
-    (fresh,) = plain.chat(messages, SamplingParams(max_tokens=8))
+    (fresh,) = plain.generate(messages, SamplingParams(max_tokens=8))
     assert second.token_ids == fresh.token_ids
-
-
-def test_closing_a_stream_frees_its_slots(plain):
-    llm = LLM(plain.loaded, drafter="ngram")
-    stream = llm.stream("Once upon a time", SamplingParams(max_tokens=50))
-    next(stream)
-    stream.close()
-    assert llm.engine.idle
-    llm.engine.cache.check_integrity()
 
 
 def test_round_trip_of_text(plain):
@@ -131,5 +121,8 @@ def test_readme_python_blocks_run(capsys):
     found = re.findall(r"```python\n(.*?)```", text, re.S)
     assert found
     for block in found:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out.strip()
+        names: dict[str, object] = {"__name__": "readme"}
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert names["answer"].text in printed
+    assert printed.endswith(names["stream"].completion.text), "the streamed text is printed once"

@@ -1,18 +1,24 @@
 """The library: load a model, generate, stream, chat.
 
-from foretell import LLM, SamplingParams
+    from foretell import LLM, SamplingParams
 
-llm = LLM("smollm2-135m", drafter="ngram")
-print(llm.generate("The capital of France is", SamplingParams(max_tokens=20))[0].text)
+    llm = LLM("smollm2-135m", drafter="ngram")
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=20))[0].text)
+
+An `LLM` belongs to the thread that made it.
 """
 
 from __future__ import annotations
 
+import logging
+import operator
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
-from foretell.drafters import DrafterContext, build_drafter, check_drafter
+from foretell.drafters import Drafter, DrafterContext, build_drafter, check_drafter
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
@@ -22,10 +28,13 @@ from foretell.planner import FixedPlanner
 from foretell.types import FinishReason, SamplingParams, StepStats
 from foretell.verify import RULES
 
-Prompt = str | Sequence[int]  # text, or token ids
+# text as it is; token ids; or a conversation, which goes through the model's chat template
+Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
 
 DEFAULT_DRAFT_TOKENS = 8
-_DEFAULT_SLOTS = 16384
+DEFAULT_KV_TOKENS = 16384
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Completion:
         finish_reason: "stop" (end token or stop string), "length" or "abort".
         prompt_tokens: length of the prompt.
         seed: the seed that reproduces it.
-        lossless: whether the verification rule keeps the target's distribution.
+        lossless: whether every token keeps the target's distribution.
         impl: which code ran the target ("decoder" or "hf").
         logprobs: per token, if they were asked for.
         stats: what speculation did.
@@ -54,19 +63,59 @@ class Completion:
     stats: StepStats
 
 
+class Stream(Iterator[Chunk]):
+    """An answer while it is made: iterate over its chunks, then read `completion`.
+
+    Closing it (or leaving its `with` block, or forgetting it) before the end aborts the request and frees
+    its slots. Several streams of one `LLM` may be read in turn; each advances all of them.
+    """
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self._llm = llm
+        self._request = request
+        self._abort = weakref.finalize(self, llm.engine.abort, request)
+
+    def __next__(self) -> Chunk:
+        while not self._request.has_news:
+            if self._request.finish_reason is not None:
+                raise StopIteration
+            self._llm.engine.step()
+        return self._request.take()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Aborts the request if it is not finished."""
+        self._abort()
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer.
+
+        Raises:
+            ValueError: it is not finished yet.
+        """
+        if self._request.finish_reason is None:
+            raise ValueError("the stream has not ended")
+        return self._llm._completion(self._request)
+
+
 class LLM:
     """A model with a drafter.
 
     Args:
         model: catalogue name, folder, .gguf file or hub id; or a model that another LLM has loaded
             (`llm.loaded`), which then shares it.
-        drafter: NAME or NAME:ARGUMENT; see `foretell.drafters.DRAFTERS`.
-        drafter_options: the drafter's own options.
-        draft_tokens: draft length.
+        drafter: NAME or NAME:ARGUMENT (see `foretell.drafters.DRAFTERS`), or a `Drafter`.
+        drafter_options: the named drafter's own options.
+        draft_tokens: draft length; None = 8.
         verify: acceptance rule; see `foretell.verify.RULES`.
         device, impl, allow_untested: see `foretell.models.load.load_model`.
-        kv_tokens: tokens that the KV cache holds over all running requests; None = 16384, or the
-            model's context if that is more memory-friendly.
+        kv_tokens: tokens that the KV cache holds over all running requests; None = 16384.
         max_batch: requests that run at once.
         report: called with (what, done, total) while a model is fetched or converted.
 
@@ -76,11 +125,11 @@ class LLM:
 
     def __init__(
         self,
-        model: str | LoadedModel = DEFAULT_MODEL,
+        model: str | os.PathLike[str] | LoadedModel = DEFAULT_MODEL,
         *,
-        drafter: str = "ngram",
+        drafter: str | Drafter = "ngram",
         drafter_options: Mapping[str, Any] | None = None,
-        draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+        draft_tokens: int | None = None,
         verify: str = "coupled",
         device: str = "auto",
         impl: str = "auto",
@@ -89,27 +138,34 @@ class LLM:
         max_batch: int = 16,
         report: Report | None = None,
     ) -> None:
-        rule = RULES[verify]
-        options = dict(drafter_options or {})
-        check_drafter(drafter, options)
-        for name, value, least in (
-            ("draft_tokens", draft_tokens, 0),
-            ("max_batch", max_batch, 1),
-            ("kv_tokens", kv_tokens, 1),
-        ):
-            if value is not None and value < least:
-                raise InputError(f"{name} must be at least {least}, got {value}")
-        if isinstance(model, str):
-            model = load_model(model, device=device, impl=impl, allow_untested=allow_untested, report=report)
-        self.loaded = model
+        rule, options = RULES[verify], dict(drafter_options or {})
+        _at_least("draft_tokens", draft_tokens, 0)
+        _at_least("kv_tokens", kv_tokens, 1)
+        _at_least("max_batch", max_batch, 1)
+        if isinstance(drafter, str):
+            check_drafter(drafter, options)
+        elif options:
+            raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
+        if isinstance(model, LoadedModel):
+            if (device, impl, allow_untested) != ("auto", "auto", False):
+                raise InputError("device, impl and allow_untested belong to loading; the model is loaded")
+            self.loaded = model
+        else:
+            self.loaded = load_model(
+                os.fspath(model), device=device, impl=impl, allow_untested=allow_untested, report=report
+            )
+        if drafter == "none" and draft_tokens:
+            _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
-        slots = _DEFAULT_SLOTS if kv_tokens is None else kv_tokens
-        context = DrafterContext(self.loaded.model, self.tokenizer, slots)
+        slots = kv_tokens or DEFAULT_KV_TOKENS
+        if isinstance(drafter, str):
+            context = DrafterContext(self.loaded.model, self.tokenizer, slots, allow_untested, report)
+            drafter = build_drafter(drafter, options, context)
         self.engine = Engine(
             self.loaded.model,
-            build_drafter(drafter, options, context),
+            drafter,
             rule,
-            FixedPlanner(draft_tokens),
+            FixedPlanner(DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens),
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
@@ -120,10 +176,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answers raw prompts, all of them as one batch.
+        """Answers one prompt or several, all of them as one batch.
 
         Args:
-            prompts: one or several, each text or token ids.
+            prompts: text as it is, token ids, or a conversation (messages with role and content, which go
+                through the chat template); or a sequence of these.
             params: for all, or one per prompt.
 
         Returns:
@@ -133,14 +190,11 @@ class LLM:
             InputError: before anything runs, if one of the prompts is unusable.
         """
         listed = _as_prompts(prompts)
-        each = (
-            [params or SamplingParams()] * len(listed)
-            if params is None or isinstance(params, SamplingParams)
-            else list(params)
-        )
-        if len(each) != len(listed):
-            raise InputError(f"params: {len(each)} given for {len(listed)} prompts")
-        requests = self._submit_all(listed, each)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(listed)
+        if len(params) != len(listed):
+            raise InputError(f"params: {len(params)} given for {len(listed)} prompts")
+        requests = self._submit_all(listed, params)
         try:
             while any(request.finish_reason is None for request in requests):
                 self.engine.step()
@@ -149,48 +203,47 @@ class LLM:
             raise
         return [self._completion(request) for request in requests]
 
-    def chat(
-        self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
-    ) -> list[Completion]:
-        """Answers one conversation or several, through the model's chat template."""
-        listed = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        return self.generate([self.chat_prompt(messages) for messages in listed], params)  # type: ignore[arg-type]
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Answers one prompt piece by piece.
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks."""
-        return self.tokenizer.encode(self.tokenizer.render(messages), special=False)
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk | Completion]:
-        """Answers one prompt piece by piece; the last item is the `Completion`.
-
-        Closing the iterator aborts the request.
+        Raises:
+            InputError: now, not at the first chunk.
         """
         params = params or SamplingParams()
         if params.n != 1:
             raise InputError(f"n must be 1 for a stream, got {params.n}")
         (request,) = self._submit_all([prompt], [params])
-        return self._stream(request)
+        return Stream(self, request)
 
-    def _stream(self, request: Request) -> Iterator[Chunk | Completion]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt of any kind.
+
+        Raises:
+            InputError: it is none of text, ids, and messages.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
         try:
-            while request.finish_reason is None:
-                yield from (chunk for chunk in self.engine.step() if chunk.request_id == request.id)
-        finally:
-            self.engine.abort(request)
-        yield self._completion(request)
+            items: list[Any] = list(prompt)
+            if items and all(isinstance(item, Mapping) for item in items):
+                return self.tokenizer.encode(self.tokenizer.render(items), special=False)
+            return [operator.index(item) for item in items]
+        except TypeError:
+            got = f"{type(prompt).__name__} {prompt!r}"[:80]
+            raise InputError(f"a prompt must be text, token ids, or messages, got {got}") from None
 
     def _submit_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         requests: list[Request] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                ids = self.encode(prompt)
                 for answer in range(each.n):
                     requests.append(self.engine.submit(ids, each, self.loaded.end_ids, answer))
         except BaseException:
             self._abort(requests)
             raise
+        for reason in dict.fromkeys(reason for each in params for reason in each.without_effect()):
+            _log.warning("%s", reason)
         return requests
 
     def _abort(self, requests: Sequence[Request]) -> None:
@@ -205,17 +258,26 @@ class LLM:
             finish_reason=request.finish_reason,
             prompt_tokens=request.prompt_length,
             seed=request.seed,
-            lossless=self.engine.rule.lossless,
+            lossless=request.lossless,
             impl=self.loaded.model.impl,
             logprobs=request.logprobs,
             stats=request.stats,
         )
 
 
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}")
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
+    """One prompt as a list of one."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
+        listed: list[Any] = [prompts]
+    elif not prompts:
+        raise InputError("no prompts were given")
+    elif all(isinstance(item, Mapping) or hasattr(item, "__index__") for item in prompts):
+        listed = [prompts]
+    else:
+        listed = list(prompts)
+    return listed

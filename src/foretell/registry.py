@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from foretell.errors import InputError
@@ -10,7 +10,7 @@ from foretell.errors import InputError
 T = TypeVar("T")
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(Generic[T]):
     """An immutable table of named implementations.
 
     Args:
@@ -36,5 +36,6 @@ class Registry(Mapping[str, T], Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def items(self) -> ItemsView[str, T]:
+        """Names and entries, in order of registration."""
+        return self._entries.items()

@@ -11,6 +11,7 @@ Shape suffixes: V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,7 +21,7 @@ from foretell.kernels import native_kernels
 from foretell.noise import Stream, gumbel_tensor, make_key
 from foretell.types import SamplingParams
 
-_TOP_FIRST = 256  # top-p looks among so many before it sorts the whole row
+_LOOKS = (256, 2048, 16384)  # top-p looks among so many tokens before it sorts the whole row
 
 
 def keyed_argmax(scores_V: Tensor, key: int) -> int:
@@ -65,7 +66,8 @@ def filter_scores(scores_V: Tensor, params: SamplingParams) -> Tensor:
 def _nucleus_floor(scores_V: Tensor, top_p: float) -> Tensor:
     """The lowest score among the most likely tokens whose mass reaches `top_p`."""
     total = scores_V.double().logsumexp(0)
-    for count in (min(_TOP_FIRST, len(scores_V)), len(scores_V)):
+    sizes = [size for size in _LOOKS if size < len(scores_V)]
+    for count in (*sizes, len(scores_V)):
         top = scores_V.topk(count).values
         mass = (top.double() - total).exp().cumsum(0)
         reached = int((mass < top_p).sum())  # tokens before the one that reaches it
@@ -84,6 +86,7 @@ class Sampler:
         seed: the resolved seed.
         end_ids: tokens that `min_tokens` holds off.
         draft_stream: noise that sampled drafts are drawn with.
+        needs_q: whether the verification rule reads what drafts were drawn from.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Sampler:
         prompt_length: int,
         seed: int,
         end_ids: Iterable[int] = (),
+        *,
         draft_stream: Stream = Stream.TARGET,
+        needs_q: bool = True,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -101,14 +106,8 @@ class Sampler:
         self._prompt_length = prompt_length
         self._end_ids = sorted(end_ids)
         self._draft_stream = draft_stream
-        self._penalised = params.repetition_penalty != 1 or bool(
-            params.frequency_penalty or params.presence_penalty
-        )
-
-    def _adjusts(self, ahead: int) -> bool:
-        """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""
-        held_off = self.length - self._prompt_length + ahead < self.params.min_tokens
-        return bool(self.params.logit_bias) or self._penalised or held_off
+        self._needs_q = needs_q
+        self._penalties = _Penalties(params, tokens, prompt_length) if _penalises(params) else None
 
     @property
     def length(self) -> int:
@@ -149,15 +148,21 @@ class Sampler:
     def draw(self, logits_V: Tensor, ahead: Sequence[int], count: int) -> tuple[list[int], Tensor | None]:
         """`count` different draft tokens after `ahead`, the preferred first, from a draft's logits.
 
-        Greedy: the most likely, and None. Otherwise drawn without replacement from the processed
-        distribution, with the target's noise (which makes them meet the target's choice more often)
-        or with noise of their own, and the log-probabilities [V] they were drawn from.
+        Greedy: the most likely. Otherwise drawn without replacement from the processed distribution, with
+        the target's noise (which makes them meet the target's choice more often) or with noise of their
+        own. The log-probabilities [V] that they were drawn from come along where the rule reads them.
         """
         scores_V = self.scores(logits_V, ahead)
         if self.params.greedy:
             return [int(i) for i in scores_V.topk(min(count, len(scores_V))).indices], None
         key = make_key(self.seed, self._draft_stream, self.length + len(ahead))
-        return keyed_top(scores_V, key, count), scores_V.double().log_softmax(0)
+        drawn = keyed_top(scores_V, key, count)
+        return drawn, scores_V.double().log_softmax(0) if self._needs_q else None
+
+    def _adjusts(self, ahead: int) -> bool:
+        """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""
+        held_off = self.length - self._prompt_length + ahead < self.params.min_tokens
+        return bool(self.params.logit_bias) or self._penalties is not None or held_off
 
     def _adjust(self, scores_V: Tensor, ahead: Sequence[int]) -> Tensor:
         """Bias, penalties and held-off end tokens, in place. Ids beyond the row do not apply to it:
@@ -167,21 +172,47 @@ class Sampler:
         if bias:
             index = torch.tensor(list(bias), device=scores_V.device)
             scores_V[index] += torch.tensor(list(bias.values()), device=scores_V.device, dtype=scores_V.dtype)
-        if self._penalised:
-            output = torch.tensor(
-                [*self._tokens[self._prompt_length :], *ahead], dtype=torch.int64, device=scores_V.device
-            )
-            counts_V = torch.bincount(output, minlength=size)[:size]
-            if params.repetition_penalty != 1:
-                prompt = torch.tensor(
-                    self._tokens[: self._prompt_length], dtype=torch.int64, device=scores_V.device
-                )
-                seen_V = (counts_V > 0) | (torch.bincount(prompt, minlength=size)[:size] > 0)
-                factor = torch.where(scores_V > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-                scores_V = torch.where(seen_V, scores_V * factor, scores_V)
-            scores_V = (
-                scores_V - params.frequency_penalty * counts_V - params.presence_penalty * (counts_V > 0)
-            )
+        if self._penalties is not None:
+            self._penalties.apply(scores_V, ahead)
         if self.length - self._prompt_length + len(ahead) < params.min_tokens:
             scores_V[[token for token in self._end_ids if token < size]] = -torch.inf
         return scores_V
+
+
+def _penalises(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or bool(params.frequency_penalty or params.presence_penalty)
+
+
+class _Penalties:
+    """Repetition, frequency and presence penalties; only tokens that occurred are touched.
+
+    Counts of the output follow the request's tokens, also when a stop string takes some back.
+    """
+
+    def __init__(self, params: SamplingParams, tokens: list[int], prompt_length: int) -> None:
+        self._params = params
+        self._tokens = tokens
+        self._prompt_length = prompt_length
+        self._prompt_ids = set(tokens[:prompt_length])
+        self._counts: Counter[int] = Counter()
+        self._counted = prompt_length
+
+    def apply(self, scores_V: Tensor, ahead: Sequence[int]) -> None:
+        """Penalises `scores_V` in place, with `ahead` as part of the output."""
+        if self._counted > len(self._tokens):
+            self._counts, self._counted = Counter(), self._prompt_length
+        self._counts.update(self._tokens[self._counted :])
+        self._counted = len(self._tokens)
+        counts = self._counts + Counter(ahead) if ahead else self._counts
+        params, size, device = self._params, len(scores_V), scores_V.device
+        if params.repetition_penalty != 1:
+            seen = [token for token in self._prompt_ids | counts.keys() if token < size]
+            index = torch.tensor(seen, dtype=torch.int64, device=device)
+            values = scores_V[index]
+            factor = torch.where(values > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+            scores_V[index] = values * factor
+        if params.frequency_penalty or params.presence_penalty:
+            known = [(token, count) for token, count in counts.items() if token < size]
+            index = torch.tensor([token for token, _ in known], dtype=torch.int64, device=device)
+            number = torch.tensor([count for _, count in known], dtype=scores_V.dtype, device=device)
+            scores_V[index] -= params.frequency_penalty * number + params.presence_penalty

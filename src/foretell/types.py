@@ -11,14 +11,16 @@ Shape suffixes: V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from foretell.errors import InputError
 
+MIN_TEMPERATURE = 1e-4  # below, scores divided by it leave fp32
 FinishReason = str  # "stop" (end token or stop string), "length", "abort"
 
 
@@ -77,8 +79,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, (str, int)):
-            object.__setattr__(self, "stop", (self.stop,))
+        self._settle()
         for name in (
             "temperature",
             "top_p",
@@ -90,7 +91,9 @@ class SamplingParams:
             _require(_is_number(getattr(self, name)), name, getattr(self, name), "a finite number")
         for name in ("top_k", "max_tokens", "min_tokens", "n"):
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "an integer")
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or above")
+        ok = self.temperature == 0 or self.temperature >= MIN_TEMPERATURE
+        _require(ok, "temperature", self.temperature, f"0 (greedy) or at least {MIN_TEMPERATURE}")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or above")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
@@ -122,6 +125,27 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             ok = _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= 100
             _require(ok, "logit_bias", {token: bias}, "token id -> number between -100 and 100")
+
+    def _settle(self) -> None:
+        """Takes a single stop for a list of one, and copies what the caller could still change."""
+        stop: object = self.stop
+        if isinstance(stop, (str, int)):
+            stop = (stop,)
+        _require(isinstance(stop, Iterable) and not isinstance(stop, bytes), "stop", stop, "strings and ids")
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "token id -> number")
+        object.__setattr__(self, "stop", tuple(stop))  # type: ignore[arg-type]
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    def without_effect(self) -> list[str]:
+        """What was set and changes nothing, in words."""
+        reasons = []
+        if self.greedy:
+            unset = {"seed": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "n": 1}
+            for name, value in unset.items():
+                if getattr(self, name) != value:
+                    why = "all answers are the same" if name == "n" else "nothing is drawn"
+                    reasons.append(f"{name} has no effect: temperature is 0, {why}")
+        return reasons
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed, checked like any other."""
@@ -242,6 +266,7 @@ class StepStats:
 
     Attributes:
         steps: forward passes that emitted tokens.
+        plans: the planner's reasons, and for how many steps each held.
         drafts: verification passes with a draft.
         drafted, accepted: draft tokens proposed, and emitted because the target kept them.
         emitted: tokens emitted; `first_emitted` of them by the step that ended the prompt.
@@ -258,6 +283,7 @@ class StepStats:
     emitted: int = 0
     first_emitted: int = 0
     reused: int = 0
+    plans: dict[str, int] = field(default_factory=dict)
     proposed_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     draft_s: float = 0.0
@@ -294,6 +320,7 @@ class StepStats:
             "steps": self.steps,
             "emitted": self.emitted,
             "reused": self.reused,
+            "plans": self.plans,
             "marginal_acceptance": [round(x, 4) for x in self.marginal],
             "conditional_acceptance": [round(x, 4) for x in self.conditional],
             "seconds": {
@@ -317,8 +344,6 @@ class StepStats:
 
     def record(self, tree: DraftTree, accepted: int, emitted: int) -> None:
         """Counts one verification: `accepted` draft tokens among `emitted` tokens."""
-        if not self.steps:
-            self.first_emitted = emitted
         self.steps += 1
         self.emitted += emitted
         if not len(tree):
@@ -338,7 +363,9 @@ class StepStats:
         """Adds another request's counters and timings to these."""
         for item in fields(self):
             mine, its = getattr(self, item.name), getattr(other, item.name)
-            if isinstance(mine, list):
+            if isinstance(mine, dict):
+                setattr(self, item.name, {key: mine.get(key, 0) + its.get(key, 0) for key in {**mine, **its}})
+            elif isinstance(mine, list):
                 longest = max(len(mine), len(its))
                 mine += [0] * (longest - len(mine))
                 padded = [*its, *[0] * (longest - len(its))]

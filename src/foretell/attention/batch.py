@@ -2,7 +2,8 @@
 
 A request contributes a `Segment`: a chain of pending tokens (one in decoding, many in prefill), and
 a draft tree hanging on the last of them. Every row's K and V go to the next free slots of the
-request's range, in row order; a row sees the committed slots and its own ancestors.
+request's range, in row order; a row sees the committed slots and its own ancestors. A tree that grows
+over several passes names the nodes that are already stored and brings only the new ones as rows.
 
 Shape suffixes: T packed rows, R rows whose logits are wanted.
 """
@@ -26,11 +27,13 @@ class Segment:
     Args:
         start: first slot of the request's range in the arena.
         past: committed tokens, stored at slots [start, start + past).
-        pending: tokens that follow them, a chain; at least one.
+        pending: tokens that follow them, a chain; empty only where draft nodes are stored.
         draft: tokens of the draft tree.
         parents: index of each draft token's parent in `draft`; -1 = the last pending token. A parent
             comes before its children.
         logits: whether the last pending token's logits are wanted; a draft always gets them.
+        stored: so many draft nodes have been written behind `past` by earlier passes.
+        shift: added to the positions; the slots begin with position `shift`.
     """
 
     start: int
@@ -39,13 +42,21 @@ class Segment:
     draft: Sequence[int] = ()
     parents: Sequence[int] = ()
     logits: bool = True
+    stored: int = 0
+    shift: int = 0
 
     @property
     def rows(self) -> int:
-        return len(self.pending) + len(self.draft)
+        return len(self.pending) + len(self.draft) - self.stored
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the rows."""
+        return [*self.pending, *self.draft[self.stored :]]
 
     def paths(self) -> list[list[int]]:
-        """For each draft token, the rows of its ancestors among the draft and its own, in order."""
+        """For each draft token, its ancestors among the draft and its own place, in order, as slots
+        behind `past`."""
         paths: list[list[int]] = []
         for node, parent in enumerate(self.parents):
             above = paths[parent] if parent >= 0 else []
@@ -88,15 +99,14 @@ def pack(segments: Sequence[Segment], arena: KVArena) -> Batch:
     placed: list[tuple[int, Segment]] = []
     for segment in segments:
         row = len(tokens)
-        last = row + len(segment.pending) - 1
         placed.append((row, segment))
-        tokens.extend(segment.pending)
-        tokens.extend(segment.draft)
-        tail = segment.past + len(segment.pending)
-        positions.extend(range(segment.past, tail))
-        positions.extend(tail + len(path) - 1 for path in segment.paths())
+        tokens.extend(segment.tokens)
+        first = segment.past + segment.shift
+        tail = first + len(segment.pending)
+        positions.extend(range(first, tail))
+        positions.extend(tail + len(path) - 1 for path in segment.paths()[segment.stored :])
         if segment.logits or segment.draft:
-            logit_rows.extend(range(last, row + segment.rows))
+            logit_rows.extend(range(row + max(0, len(segment.pending) - 1), row + segment.rows))
     position_T = torch.tensor(positions, dtype=torch.int64)
     device = arena.device
     return Batch(
@@ -114,21 +124,21 @@ def _visibility(segments: list[tuple[int, Segment]], window: int | None) -> Visi
     counts: list[int] = [0]
     extra: list[int] = []
     for _, segment in segments:
-        chain = len(segment.pending)
-        first = segment.start + segment.past
+        chain, past = len(segment.pending), segment.past
+        first = segment.start + past + segment.stored
         slots.append(torch.arange(first, first + segment.rows))
         bases.append(torch.full((segment.rows,), segment.start))
-        high = torch.arange(segment.past + 1, segment.past + segment.rows + 1)
+        high = torch.arange(past + 1, past + segment.rows + 1)
         low = torch.zeros_like(high) if window is None else (high - window).clamp_(min=0)
         counts.extend([0] * chain)
-        for row, path in enumerate(segment.paths(), start=chain):
-            # rows of the path that directly follow the committed slots belong to the range
+        for row, path in enumerate(segment.paths()[segment.stored :], start=chain):
+            # slots of the path that directly follow the committed ones belong to the range
             run = next((i for i, at in enumerate(path) if at != chain + i), len(path))
-            oldest = 0 if window is None else max(0, segment.past + chain + len(path) - window)
-            high[row] = segment.past + chain + run
-            low[row] = min(oldest, int(high[row]))
-            seen = [i for i in range(run, len(path)) if segment.past + chain + i >= oldest]
-            extra.extend(segment.past + path[i] for i in seen)
+            oldest = 0 if window is None else max(0, past + chain + len(path) - window)
+            high[row] = past + chain + run
+            low[row] = min(oldest, past + chain + run)
+            seen = [i for i in range(run, len(path)) if past + chain + i >= oldest]
+            extra.extend(past + path[i] for i in seen)
             counts.append(len(seen))
         lows.append(low)
         highs.append(high)

@@ -109,7 +109,7 @@ def _check(
             halves = [item.ids[: max(1, len(item.ids) // 2)] for item in group]
             llm.generate(halves, SamplingParams(max_tokens=1))
         # limits differ, so that the requests of a batch end at different steps
-        limits = [item.max_tokens - i for i, item in enumerate(group)]
+        limits = [max(1, item.max_tokens - i) for i, item in enumerate(group)]
         each = [params.replace(max_tokens=limit) for limit in limits]
         done = llm.generate([item.ids for item in group], each)
         for item, limit, answer in zip(group, limits, done, strict=True):

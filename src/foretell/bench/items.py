@@ -35,7 +35,7 @@ def single_turn(name: str, llm: LLM, max_tokens: int) -> list[Item]:
         if record.get("raw"):
             ids = llm.tokenizer.encode(prompt)
         else:
-            ids = llm.chat_prompt([{"role": "user", "content": prompt}])
+            ids = llm.encode([{"role": "user", "content": prompt}])
         limit = record.get("max_tokens", max_tokens)
         assert isinstance(limit, int)
         items.append(Item(str(record["id"]), str(record["task"]), ids, limit))
@@ -51,7 +51,7 @@ def conversations(name: str, llm: LLM, max_tokens: int, first: int | None = None
         assert isinstance(turns, Sequence)
         messages = [{"role": "user", "content": turns[0]}]
         if record["turn"] == 2:
-            (answer,) = llm.chat(messages, SamplingParams(max_tokens=max_tokens))
+            (answer,) = llm.generate(messages, SamplingParams(max_tokens=max_tokens))
             messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turns[1]}]
-        items.append(Item(str(record["id"]), str(record["task"]), llm.chat_prompt(messages), max_tokens))
+        items.append(Item(str(record["id"]), str(record["task"]), llm.encode(messages), max_tokens))
     return items

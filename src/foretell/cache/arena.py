@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foretell.errors import InputError
+
 
 class KVArena:
     """K and V of all requests: one slot per token, the same slot in every layer and head.
@@ -17,6 +19,9 @@ class KVArena:
     Args:
         layers, kv_heads, dim: the model's attention shape.
         slots: tokens that fit.
+
+    Raises:
+        InputError: there is not so much memory.
     """
 
     def __init__(
@@ -24,8 +29,14 @@ class KVArena:
     ) -> None:
         shape = (layers, kv_heads, slots, dim)
         # zeros, not empty: a masked slot is multiplied by weight 0 and must be finite
-        self.keys_LKSD = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_LKSD = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.keys_LKSD = torch.zeros(shape, dtype=dtype, device=device)
+            self.values_LKSD = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            size = 2 * layers * kv_heads * slots * dim * dtype.itemsize / 1e9
+            raise InputError(
+                f"a KV cache of {slots} tokens takes {size:.1f} GB, which cannot be had"
+            ) from error
 
     @property
     def slots(self) -> int:

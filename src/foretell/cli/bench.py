@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ app = typer.Typer(
 )
 
 OutOpt = Annotated[Path, typer.Option("--out", help="Folder for PNG and JSON files.", show_default=True)]
-RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True)]
+RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 _OUT = Path("results")
 
 
@@ -27,7 +28,7 @@ _OUT = Path("results")
 def step(
     model: opt.ModelOpt = "smollm2-135m",
     context: Annotated[
-        int, typer.Option("--context", help="Tokens before the step.", show_default=True)
+        int, typer.Option("--context", help="Tokens before the step.", show_default=True, min=1)
     ] = 128,
     repeats: RepeatsOpt = 20,
     device: opt.DeviceOpt = "cpu",
@@ -41,6 +42,7 @@ def step(
     from foretell.models.decoder import load_decoder
     from foretell.models.load import compute_dtype, pick_device
 
+    _folder(out)
     with model_progress() as report:
         folder = locate(model, report)
     where = pick_device(device)
@@ -76,7 +78,7 @@ def step(
 def edit(
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
-    draft_tokens: opt.DraftTokensOpt = 8,
+    draft_tokens: opt.DraftTokensOpt = None,
     max_tokens: opt.MaxTokensOpt = 512,
     repeats: RepeatsOpt = 1,
     as_json: opt.JsonOpt = False,
@@ -89,6 +91,7 @@ def edit(
     from foretell.cli.demo import speed_table
     from foretell.types import SamplingParams
 
+    _folder(out)
     with model_progress() as report:
         llm = LLM(model, drafter=drafter, draft_tokens=draft_tokens, report=report)
     methods = {"plain": LLM(llm.loaded, drafter="none"), drafter: llm}
@@ -110,9 +113,11 @@ def edit(
 def identity(
     model: opt.ModelOpt = "smollm2-135m",
     draft: Annotated[str | None, typer.Option("--draft", help="Draft model to check beside ngram.")] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Of the 20 prompts.", show_default=True)] = 20,
+    prompts: Annotated[
+        int, typer.Option("--prompts", help="Of the 20 prompts.", show_default=True, min=1, max=20)
+    ] = 20,
     max_tokens: opt.MaxTokensOpt = 64,
-    draft_tokens: opt.DraftTokensOpt = 8,
+    draft_tokens: opt.DraftTokensOpt = None,
     as_json: opt.JsonOpt = False,
     out: OutOpt = _OUT,
 ) -> None:
@@ -124,12 +129,13 @@ def identity(
     from foretell.bench.identity import SETTINGS, check_identity
     from foretell.bench.items import conversations
 
+    _folder(out)
     with model_progress() as report:
         plain = LLM(model, drafter="none", report=report)
     items = conversations("identity", plain, max_tokens, prompts)
     methods = {"ngram": LLM(plain.loaded, drafter="ngram", draft_tokens=draft_tokens)}
     if draft is not None:
-        methods[f"draft:{draft}"] = LLM(plain.loaded, drafter=f"draft:{draft}", draft_tokens=4)
+        methods[f"draft:{draft}"] = LLM(plain.loaded, drafter=f"draft:{draft}", draft_tokens=draft_tokens)
     total = len(SETTINGS) * len(items) * (1 + 2 * len(methods))
     with progress_bar() as bar:
         task = bar.add_task("answers", total=total)
@@ -169,18 +175,24 @@ def _print_checks(plain: LLM, checks: list[Check]) -> None:
             stderr().print(f"{c.method}, {c.setting}, batch {c.batch}: {d}")
 
 
-def _save(out: Path, name: str, facts: dict[str, Any], results: Any) -> None:
-    """Writes OUT/NAME.json with provenance."""
-    import json
-
-    from foretell.bench.provenance import provenance
+def _folder(out: Path) -> Path:
+    """The folder for results, made before anything is measured."""
     from foretell.errors import InputError
 
-    value = {"provenance": provenance(), **facts, "results": results}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(
             f"cannot write to {out}: {error.strerror}", hint="choose another folder with --out"
         ) from error
+    return out
+
+
+def _save(out: Path, name: str, facts: dict[str, Any], results: Any) -> None:
+    """Writes OUT/NAME.json with provenance."""
+    from foretell.bench.provenance import provenance
+
+    value = {"provenance": provenance(), **facts, "results": results}
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    stderr().print(f"wrote {path}", style="dim")

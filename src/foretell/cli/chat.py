@@ -9,6 +9,7 @@ import typer
 
 from foretell.cli import options as opt
 from foretell.cli.console import stderr
+from foretell.errors import InputError
 
 if TYPE_CHECKING:
     from foretell.api import LLM
@@ -21,7 +22,7 @@ def chat(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
-    draft_tokens: opt.DraftTokensOpt = 8,
+    draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
     max_tokens: opt.MaxTokensOpt = 512,
@@ -69,27 +70,24 @@ def _ask() -> str | None:
 
 def _turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:
     """Answers the last message and appends what was answered, also when it was stopped."""
-    from foretell.engine import Chunk
-    from foretell.errors import InputError
-
     said = ""
     try:
-        for item in llm.stream(llm.chat_prompt(messages), params):
-            if isinstance(item, Chunk):
-                said += item.text
-                print(item.text, end="", flush=True)
-            else:
-                stats = item.stats
-                print(flush=True)
-                stderr().print(
-                    f"{stats.tokens_per_s:.1f} tokens/s, AL {stats.al:.2f}, reused {stats.reused}",
-                    style="dim",
-                )
+        ids = llm.encode(messages)
+        # a long conversation leaves less room for an answer than was asked for
+        room = llm.loaded.model.max_context - len(ids)
+        with llm.stream(ids, params.replace(max_tokens=max(1, min(params.max_tokens, room)))) as stream:
+            for chunk in stream:
+                said += chunk.text
+                print(chunk.text, end="", flush=True)
+            stats = stream.completion.stats
+        print(flush=True)
+        line = f"{stats.tokens_per_s:.1f} tokens/s, AL {stats.al:.2f}, reused {stats.reused}, room for {room}"
+        stderr().print(line, style="dim")
     except KeyboardInterrupt:
         print(" [stopped]")
     except InputError as error:
         # the conversation stays usable: the message that did not fit is taken back
         messages.pop()
-        stderr().print(f"error: {error.message}", style="red")
+        stderr().print(f"error: {error.message} (/clear begins anew)", style="red")
         return
     messages.append({"role": "assistant", "content": said})

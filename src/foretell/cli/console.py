@@ -18,14 +18,17 @@ def stderr() -> Console:
     """A console on stderr."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def stdout() -> Console:
     """A console on stdout, for tables."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 160  # a pipe has no width; do not cut what it carries
+    return console
 
 
 def print_json(value: Any) -> None:

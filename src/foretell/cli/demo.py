@@ -23,9 +23,9 @@ def demo(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
-    draft_tokens: opt.DraftTokensOpt = 8,
+    draft_tokens: opt.DraftTokensOpt = None,
     repeats: Annotated[
-        int, typer.Option("--repeats", help="Runs per task and method.", show_default=True)
+        int, typer.Option("--repeats", help="Runs per task and method.", show_default=True, min=1)
     ] = 1,
     as_json: opt.JsonOpt = False,
     device: opt.DeviceOpt = "auto",
@@ -53,15 +53,11 @@ def demo(
 
 
 def _answer(llm: LLM) -> None:
-    from foretell.engine import Chunk
     from foretell.types import SamplingParams
 
     stderr().print(f"> {_QUESTION}", style="bold")
-    for item in llm.stream(
-        llm.chat_prompt([{"role": "user", "content": _QUESTION}]), SamplingParams(max_tokens=160)
-    ):
-        if isinstance(item, Chunk):
-            print(item.text, end="", flush=True)
+    for chunk in llm.stream([{"role": "user", "content": _QUESTION}], SamplingParams(max_tokens=160)):
+        print(chunk.text, end="", flush=True)
     print(end="\n\n", flush=True)
 
 

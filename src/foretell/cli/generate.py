@@ -9,6 +9,7 @@ import typer
 
 from foretell.cli import options as opt
 from foretell.cli.console import print_json, stderr
+from foretell.errors import InputError
 
 if TYPE_CHECKING:
     from foretell.api import LLM, Completion
@@ -20,7 +21,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="Prompts; several make a batch, - reads stdin.")],
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
-    draft_tokens: opt.DraftTokensOpt = 8,
+    draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
     max_tokens: opt.MaxTokensOpt = 256,
     temperature: opt.TemperatureOpt = 0.0,
@@ -48,12 +49,14 @@ def generate(
 ) -> None:
     """Answer prompts, each token the model's own, several at a time where a draft allows it."""
     params = opt.sampling_params(ctx.params)
+    if logprobs is not None and not as_json:
+        raise InputError("logprobs are printed with --json only", hint="add --json")
     texts = _read(prompts)
     llm = opt.load_llm(ctx.params)
-    ids = [_encode(llm, text, raw) for text in texts]
+    ids = [llm.encode(text if raw else [{"role": "user", "content": text}]) for text in texts]
     if as_json:
         for completion in llm.generate(ids, params):
-            print_json(to_json(llm, completion))
+            print_json(to_json(llm, completion, with_logprobs=logprobs is not None))
     elif len(ids) == 1 and n == 1:
         _stream(llm, ids[0], params)
     else:
@@ -63,29 +66,25 @@ def generate(
 
 
 def _read(prompts: list[str]) -> list[str]:
-    from foretell.errors import InputError
-
     if prompts.count("-") > 1:
         raise InputError("stdin can be read only once: - was given more than once")
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    try:
+        texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+        for text in texts:
+            text.encode()
+    except UnicodeError as error:
+        raise InputError(f"the prompt is not UTF-8 text: {error}") from error
     if empty := [i for i, text in enumerate(texts, start=1) if not text.strip()]:
         raise InputError(f"prompt {empty[0]} is empty")
     return texts
 
 
-def _encode(llm: LLM, text: str, raw: bool) -> list[int]:
-    return llm.tokenizer.encode(text) if raw else llm.chat_prompt([{"role": "user", "content": text}])
-
-
 def _stream(llm: LLM, ids: list[int], params: SamplingParams) -> None:
-    from foretell.engine import Chunk
-
-    for item in llm.stream(ids, params):
-        if isinstance(item, Chunk):
-            print(item.text, end="", flush=True)
-        else:
-            print(flush=True)
-            _footer(item)
+    with llm.stream(ids, params) as stream:
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+        print(flush=True)
+        _footer(stream.completion)
 
 
 def _footer(completion: Completion) -> None:
@@ -99,7 +98,7 @@ def _footer(completion: Completion) -> None:
     stderr().print(line, style="dim")
 
 
-def to_json(llm: LLM, completion: Completion) -> dict[str, Any]:
+def to_json(llm: LLM, completion: Completion, *, with_logprobs: bool) -> dict[str, Any]:
     """A completion as the JSON object of --json."""
     value: dict[str, Any] = {
         "text": completion.text,
@@ -111,7 +110,7 @@ def to_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "impl": completion.impl,
         "stats": completion.stats.to_json(),
     }
-    if completion.logprobs:
+    if with_logprobs:
         value["logprobs"] = [
             {
                 "token": llm.tokenizer.token(entry.token_id),

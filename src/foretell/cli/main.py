@@ -25,9 +25,12 @@ app.add_typer(bench.app)
 
 
 def main() -> None:
-    """Entry point: user errors are two lines on stderr and exit code 2."""
+    """Entry point: user errors are an error line and a hint on stderr, and exit code 2."""
+    import logging
+
     from foretell.errors import InputError
 
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()
     except InputError as error:
@@ -35,12 +38,6 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ModelOpt = Annotated[
     typer.Option("--model", "-m", help="Catalogue name, folder, .gguf file or hub id.", show_default=True),
 ]
 DrafterOpt = Annotated[str, typer.Option("--drafter", help="none, ngram, or draft:MODEL.", show_default=True)]
-DraftTokensOpt = Annotated[int, typer.Option("--draft-tokens", help="Draft length.", show_default=True)]
+DraftTokensOpt = Annotated[int | None, typer.Option("--draft-tokens", help="Draft length.  [default: 8]")]
 VerifyOpt = Annotated[
     str, typer.Option("--verify", help="Acceptance rule: coupled, rejection or block.", show_default=True)
 ]

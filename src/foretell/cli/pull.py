@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from foretell.cli.console import model_progress, stdout
+from foretell.cli.console import model_progress
 
 
 def pull(
@@ -18,7 +18,7 @@ def pull(
 
     if show:
         for name, entry in CATALOGUE.items():
-            stdout().print(f"{name:20} {entry.size / 1e6:6.0f} MB  {entry.about}")
+            print(f"{name:20} {entry.size / 1e6:6.0f} MB  {entry.about}")
         return
     with model_progress() as report:
         folder = locate(model, report)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from foretell.models.base import TargetModel
+from foretell.models.catalog import Report
 from foretell.models.tokenizer import Tokenizer
 from foretell.sampling import Sampler
 from foretell.types import DraftTree, Needs, StepPlan, Verdict
@@ -86,12 +87,20 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter is built for: the target, its tokenizer (None in tests without text), and how
-    many tokens of all requests may be live at once."""
+    """What a drafter is built for.
+
+    Args:
+        target: the model that verifies.
+        tokenizer: the target's; None in tests without text.
+        slots: tokens of all requests that may be live at once.
+        allow_untested, report: for drafters that load a model; see `foretell.models.load.load_model`.
+    """
 
     target: TargetModel
     tokenizer: Tokenizer | None
     slots: int
+    allow_untested: bool = False
+    report: Report | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Shape suffixes: R requests, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan
+
+_log = logging.getLogger(__name__)
 
 _CHUNK = 512  # tokens of a prompt that the draft reads in one pass
 
@@ -117,10 +120,21 @@ class DraftModelDrafter:
     def start(self, request: DraftRequest) -> None:
         """Reserves room in the draft's cache. A prompt beyond the draft's context gets none: the
         request is decoded without drafts."""
-        if len(request.tokens) < self._model.max_context:
-            lease = self._cache.reserve(request.tokens, min(request.capacity, self._model.max_context))
+        context = self._model.max_context
+        if len(request.tokens) < context:
+            lease = self._cache.reserve(request.tokens, min(request.capacity, context))
             if lease is not None:
                 self._states[request.id] = _State(lease)
+                return
+            _log.warning("request %d gets no drafts: the draft's cache is full", request.id)
+        else:
+            length = len(request.tokens)
+            _log.warning(
+                "request %d gets no drafts: %d tokens, the draft's context holds %d",
+                request.id,
+                length,
+                context,
+            )
 
     def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
         """A chain with siblings per request, drafted for all of them together."""
@@ -181,8 +195,9 @@ class DraftModelDrafter:
             for lease, tokens in ((g.state.lease, g.request.tokens) for g in far):
                 part = self._known(tokens[lease.length : lease.length + _CHUNK])
                 segments.append(Segment(lease.start, lease.length, part, logits=False))
-                lease.length += _CHUNK
             self._model.forward(pack(segments, self._cache.arena))
+            for g in far:
+                g.state.lease.length += _CHUNK
 
 
 def build(context: DrafterContext, argument: str | None, options: DraftModelOptions) -> DraftModelDrafter:
@@ -194,7 +209,12 @@ def build(context: DrafterContext, argument: str | None, options: DraftModelOpti
     from foretell.models.load import load_model
 
     assert argument is not None
-    draft = load_model(argument, device=str(context.target.device))
+    draft = load_model(
+        argument,
+        device=str(context.target.device),
+        allow_untested=context.allow_untested,
+        report=context.report,
+    )
     shared = min(draft.model.vocab_size, context.target.vocab_size)
     if context.tokenizer is not None:
         if not context.tokenizer.same_vocabulary(draft.tokenizer):

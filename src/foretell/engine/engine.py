@@ -19,7 +19,7 @@ from foretell.attention import Segment, pack
 from foretell.cache import KVCache
 from foretell.drafters import Drafter, Observed
 from foretell.engine.detokenize import Detokenizer
-from foretell.engine.request import Chunk, Request
+from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.verification import verify
 from foretell.errors import InputError
@@ -70,7 +70,7 @@ class Engine:
         prefill_chunk: tokens of a prompt that one step reads.
 
     Attributes:
-        stats: totals over all requests.
+        stats: totals over all requests; the seconds are those of all steps, prompts included.
     """
 
     def __init__(
@@ -128,7 +128,15 @@ class Engine:
             tokens=tokens,
             capacity=len(tokens) + params.max_tokens + self._planner.max_draft,
             end_ids=ends,
-            sampler=Sampler(params, tokens, len(tokens), seed, ends, self.rule.draft_stream),
+            sampler=Sampler(
+                params,
+                tokens,
+                len(tokens),
+                seed,
+                ends,
+                draft_stream=self.rule.draft_stream,
+                needs_q=self.rule.needs_q,
+            ),
             detokenizer=None if self._decode is None else Detokenizer(self._decode),
             seed=seed,
         )
@@ -141,8 +149,11 @@ class Engine:
             request.finish("abort")
             self._end(request)
 
-    def step(self) -> list[Chunk]:
-        """Advances every running request by one forward pass; returns what was emitted."""
+    def step(self) -> list[Request]:
+        """Advances every running request by one forward pass; returns those that emitted tokens.
+
+        What they emitted waits in the request (`Request.take`), whoever called for the step.
+        """
         clock = _Clock()
         for request in self._scheduler.admit():
             self._drafter.start(request)
@@ -155,10 +166,10 @@ class Engine:
         clock.lap("target_s")
         verdicts = verify(self.rule, [(w.request.sampler, w.tree, output.logits_RV[w.rows]) for w in work])
         clock.lap("verify_s")
-        chunks = self._settle(work, verdicts, output)
+        advanced = self._settle(work, verdicts, output)
         clock.lap("rest_s")
         self._account(running, clock)
-        return chunks
+        return advanced
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -174,8 +185,9 @@ class Engine:
             )
         if bad := [token for token in prompt if not 0 <= token < vocabulary]:
             raise InputError(f"prompt token {bad[0]} is outside the vocabulary of {vocabulary}")
-        if bad := [token for token in params.logit_bias if token >= vocabulary]:
-            raise InputError(f"logit_bias token {bad[0]} is outside the vocabulary of {vocabulary}")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop", params.stop_ids)):
+            if bad := [token for token in ids if token >= vocabulary]:
+                raise InputError(f"{name} token {bad[0]} is outside the vocabulary of {vocabulary}")
         if self._decode is None and params.stop_strings:
             raise InputError("stop strings need a tokenizer")
 
@@ -183,7 +195,15 @@ class Engine:
         """A tree per request; none for those whose prompt is still being read."""
         ready = [request for request in running if request.unread <= self._prefill_chunk]
         plans = self._planner.plan(ready)
-        trees = dict(zip([r.id for r in ready], self._drafter.propose(ready, plans), strict=True))
+        trees = {}
+        for request, plan, tree in zip(ready, plans, self._drafter.propose(ready, plans), strict=True):
+            if len(tree) > plan.draft_tokens or any(not 0 <= t < self.target.vocab_size for t in tree.tokens):
+                name = type(self._drafter).__name__
+                raise ValueError(
+                    f"{name} drafted {tree.tokens} where {plan.draft_tokens} tokens were asked for"
+                )
+            request.stats.plans[plan.reason] = request.stats.plans.get(plan.reason, 0) + 1
+            trees[request.id] = tree
         return [trees.get(request.id, EMPTY_TREE) for request in running]
 
     def _place(self, running: Sequence[Request], trees: Sequence[DraftTree]) -> list[_Work]:
@@ -202,9 +222,9 @@ class Engine:
 
     def _settle(
         self, work: Sequence[_Work], verdicts: Sequence[Verdict | None], output: ForwardOutput
-    ) -> list[Chunk]:
+    ) -> list[Request]:
         """Commits what was kept, emits it, shows it to the drafter; ends what is finished."""
-        chunks = []
+        advanced = []
         first_row = 0
         for part, verdict in zip(work, verdicts, strict=True):
             request, lease, pending = part.request, part.request.lease, len(part.segment.pending)
@@ -213,16 +233,17 @@ class Engine:
             rows = [*range(pending), *(pending + node for node in (verdict.path if verdict else ()))]
             self.cache.commit(lease, rows)
             if verdict is not None:
-                chunks.append(self._emit(part, verdict, output.logits_RV[part.rows]))
+                self._emit(part, verdict, output.logits_RV[part.rows])
+                advanced.append(request)
             if request.finish_reason is None:
                 seen = _observed(part, verdict, start, [first_row + row for row in rows], output)
                 self._drafter.observe(request, seen)
             else:
                 self._end(request)
             first_row += part.segment.rows
-        return chunks
+        return advanced
 
-    def _emit(self, part: _Work, verdict: Verdict, logits_RV: Tensor) -> Chunk:
+    def _emit(self, part: _Work, verdict: Verdict, logits_RV: Tensor) -> None:
         """Emits the accepted tokens and the next one, up to where the answer ends."""
         request, before, accepted = part.request, part.request.emitted, 0
         tokens = [*(part.tree.tokens[node] for node in verdict.path), verdict.next_token]
@@ -232,10 +253,12 @@ class Engine:
             if reason := request.emit(token, logits_RV[above + 1], drafted=drafted):
                 request.finish(reason)
                 break
+        emitted = request.emitted - before  # negative where a stop string took back earlier tokens
         for stats in (request.stats, self.stats):
-            # a stop string can take back tokens of earlier steps
-            stats.record(part.tree, accepted, request.emitted - before)
-        return request.take()
+            stats.record(part.tree, max(0, min(accepted, emitted)), emitted)
+        if request.stats.steps == 1:
+            request.stats.first_emitted = emitted
+        request.lossless = request.lossless and verdict.lossless
 
     def _end(self, request: Request) -> None:
         self._scheduler.remove(request)

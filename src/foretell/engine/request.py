@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +49,8 @@ class Request:
         tokens: prompt and emitted tokens.
         capacity: slots reserved: prompt, answer, and a draft behind them.
         drafted: for each emitted token, whether the drafter had proposed it.
-        shown, handed: characters and tokens that have been handed out.
+        lossless: whether every verdict so far was.
+        shown, handed: characters and tokens that have been handed out; `closed`: the end too.
     """
 
     id: int
@@ -65,12 +65,13 @@ class Request:
     lease: Lease | None = None
     finish_reason: FinishReason | None = None
     text: str = ""
+    lossless: bool = True
     shown: int = 0
     handed: int = 0
+    closed: bool = False
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
-    submitted: float = field(default_factory=time.perf_counter)
 
     @property
     def output_ids(self) -> list[int]:
@@ -117,14 +118,16 @@ class Request:
             self.detokenizer.flush()
             self.text = self.detokenizer.text
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would hand something out that it has not yet."""
+        text, ids = self._certain()
+        return text > self.shown or ids > self.handed or (self.finish_reason is not None and not self.closed)
+
     def take(self) -> Chunk:
         """Text and tokens that have become certain since the last call. While the end of the text may
         be the beginning of a stop string, it and its tokens are held back."""
-        held = 0 if self.finish_reason else self._held_back()
-        text, ids = len(self.text) - held, self.emitted
-        if held and self.detokenizer is not None:
-            ids = self.detokenizer.ids_for(text)
-        text, ids = max(text, self.shown), max(ids, self.handed)
+        text, ids = self._certain()
         chunk = Chunk(
             self.id,
             self.text[self.shown : text],
@@ -133,7 +136,16 @@ class Request:
             self.finish_reason,
         )
         self.shown, self.handed = text, ids
+        self.closed = self.finish_reason is not None
         return chunk
+
+    def _certain(self) -> tuple[int, int]:
+        """Characters and tokens that no stop string can take back any more."""
+        held = 0 if self.finish_reason else self._held_back()
+        text, ids = len(self.text) - held, self.emitted
+        if held and self.detokenizer is not None:
+            ids = self.detokenizer.ids_for(text)
+        return max(text, self.shown), max(ids, self.handed)
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""

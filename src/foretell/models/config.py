@@ -131,6 +131,8 @@ def decoder_config(config: Json) -> DecoderConfig:
         )
     except KeyError as error:
         raise InputError(f"config.json lacks {error}, which {architecture} needs") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"config.json holds a value that {architecture} cannot use: {error}") from error
 
 
 def _rope(config: Json) -> Rope:

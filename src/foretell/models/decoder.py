@@ -49,7 +49,8 @@ class Decoder:
     def __init__(
         self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
     ) -> None:
-        checkpoint.require(_tensor_names(config))
+        # tied checkpoints may store the head all the same; it is the embedding
+        checkpoint.require(_tensor_names(config), ["lm_head.weight"] if config.tied else [])
         self.config = config
         self.vocab_size = config.vocab_size
         self.num_layers = config.layers

@@ -38,6 +38,8 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_SHARD_BYTES = 2_000_000_000
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -95,9 +97,9 @@ def convert_gguf(path: Path, target: Path, progress: Progress | None = None) -> 
         made = Path(folder) / "model"
         made.mkdir()
         try:
-            _write_weights(source, config, made, progress)
-            _write_json(made / "config.json", config)
             write_tokenizer(source.fields, made)
+            _write_json(made / "config.json", config)
+            _write_weights(source, config, made, progress)
             made.rename(target)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.exists():
@@ -125,7 +127,12 @@ def _config(source: _File) -> dict[str, Any]:
             f"{source.path.name} stretches its rotary embedding, which the GGUF loader cannot read yet"
         )
     heads, hidden = source.field(f"{arch}.attention.head_count"), source.field(f"{arch}.embedding_length")
-    (vocab,) = (int(tensor.shape[1]) for tensor in source.tensors if tensor.name == "token_embd.weight")
+    dim = source.fields.get(f"{arch}.attention.key_length", hidden // heads)
+    if (rotated := source.fields.get(f"{arch}.rope.dimension_count", dim)) != dim:
+        raise InputError(f"{source.path.name} rotates {rotated} of {dim} dimensions, which is not supported")
+    embeddings = [tensor for tensor in source.tensors if tensor.name == "token_embd.weight"]
+    if len(embeddings) != 1:
+        raise InputError(f"{source.path.name} is damaged: it has {len(embeddings)} tensors token_embd.weight")
     return {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
@@ -135,14 +142,14 @@ def _config(source: _File) -> dict[str, Any]:
         "num_hidden_layers": source.field(f"{arch}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": source.fields.get(f"{arch}.attention.head_count_kv", heads),
-        "head_dim": source.fields.get(f"{arch}.attention.key_length", hidden // heads),
+        "head_dim": dim,
         "max_position_embeddings": source.field(f"{arch}.context_length"),
         "rms_norm_eps": source.field(f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": source.fields.get(f"{arch}.rope.freq_base", 10000.0),
-        "vocab_size": vocab,
+        "vocab_size": int(embeddings[0].shape[1]),
         "tie_word_embeddings": "output.weight" not in names,
         "bos_token_id": source.fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": source.fields.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _end_ids(source.fields),
         "torch_dtype": "float16",
     }
 
@@ -161,36 +168,78 @@ def _hf_name(name: str) -> str | None:
     return None
 
 
+def _end_ids(fields: Mapping[str, Any]) -> list[int] | None:
+    """The end tokens: those that the file names, and the control tokens that end a turn or a text."""
+    named = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ids = {int(token) for token in named if token is not None}
+    tokens, types = fields.get("tokenizer.ggml.tokens", ()), fields.get("tokenizer.ggml.token_type", ())
+    if ids:  # Qwen's base text ends with one token, its chat turns with another
+        control = (
+            i
+            for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+            if kind == 3 and token in _ENDS
+        )
+        ids.update(control)
+    return sorted(ids) or None
+
+
 def _write_weights(source: _File, config: Mapping[str, Any], folder: Path, progress: Progress | None) -> None:
-    import gguf.quants
+    """Writes shards of about 2 GB and their index."""
     from safetensors.numpy import save_file
 
     total = sum(tensor.n_bytes for tensor in source.tensors)
     done = 0
-    weights: dict[str, np.ndarray[Any, Any]] = {}
+    shard: dict[str, np.ndarray[Any, Any]] = {}
+    written: list[tuple[Path, list[str]]] = []
+
+    def flush() -> None:
+        path = folder / f"model-{len(written) + 1:05}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        written.append((path, list(shard)))
+        shard.clear()
+
     for tensor in source.tensors:
-        name = _hf_name(tensor.name)
-        if name is None:
-            raise InputError(f"{source.path.name} holds a tensor that is not known: {tensor.name}")
-        try:
-            value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise InputError(
-                f"{source.path.name}: {tensor.name} has type {tensor.tensor_type.name}, which cannot be read"
-            ) from error
-        # the reader lists the fastest dimension first; numpy's data come the other way round
-        value = value.reshape(tuple(reversed([int(n) for n in tensor.shape])))
-        if config["model_type"] == "llama" and ".attn_q." in tensor.name:
-            value = _unpermute(value, config["num_attention_heads"])
-        if config["model_type"] == "llama" and ".attn_k." in tensor.name:
-            value = _unpermute(value, config["num_key_value_heads"])
-        if not np.isfinite(value).all():
-            raise InputError(f"{source.path.name} is damaged: {tensor.name} holds values that are not finite")
-        weights[name] = np.ascontiguousarray(value, dtype=np.float16 if value.ndim > 1 else np.float32)
+        name, value = _dequantised(source, tensor, config)
+        shard[name] = value
         done += tensor.n_bytes
+        if sum(part.nbytes for part in shard.values()) > _SHARD_BYTES:
+            flush()
         if progress:
             progress(done, total)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if shard:
+        flush()
+    if len(written) == 1:
+        written[0][0].rename(folder / "model.safetensors")
+        return
+    where = {name: path.name for path, names in written for name in names}
+    _write_json(
+        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
+    )
+
+
+def _dequantised(source: _File, tensor: Any, config: Mapping[str, Any]) -> tuple[str, np.ndarray[Any, Any]]:
+    """A tensor's Hugging Face name and value, fp16 for matrices and fp32 for vectors."""
+    import gguf.quants
+
+    name = _hf_name(tensor.name)
+    if name is None:
+        raise InputError(f"{source.path.name} holds a tensor that is not known: {tensor.name}")
+    try:
+        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        kind = tensor.tensor_type.name
+        raise InputError(
+            f"{source.path.name}: {tensor.name} has type {kind}, which cannot be read"
+        ) from error
+    # the reader lists the fastest dimension first; numpy's data come the other way round
+    value = value.reshape(tuple(reversed([int(n) for n in tensor.shape])))
+    if config["model_type"] == "llama" and ".attn_q." in tensor.name:
+        value = _unpermute(value, config["num_attention_heads"])
+    if config["model_type"] == "llama" and ".attn_k." in tensor.name:
+        value = _unpermute(value, config["num_key_value_heads"])
+    if not np.isfinite(value).all():
+        raise InputError(f"{source.path.name} is damaged: {tensor.name} holds values that are not finite")
+    return name, np.ascontiguousarray(value, dtype=np.float16 if value.ndim > 1 else np.float32)
 
 
 def _unpermute(value: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -59,11 +59,11 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
     if kind != "gpt2" or split not in _SPLITS:
         known = ", ".join(f"gpt2/{name}" for name in _SPLITS)
         raise InputError(f"the GGUF file's tokenizer is of kind {kind}/{split}; supported: {known}")
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=[tuple(m.split(" ")) for m in merges]
-        )
-    )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(m.split(" ")) for m in merges]))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"the GGUF file's tokenizer is damaged: {error}") from error
     tokenizer.normalizer = normalizers.NFC() if split == "qwen2" else None
     tokenizer.pre_tokenizer = _SPLITS[split]()
     tokenizer.decoder = decoders.ByteLevel()

@@ -2,13 +2,14 @@
 
 transformers lets a registered function do the attention of every layer. Ours writes K and V into the
 arena and calls `attend`, so packing, tree masks, rollback and prefix reuse work as with the own decoder.
-The seam drops what it does not know without a word, so five guards turn silence into errors:
+The seam drops what it does not know without a word, so six guards turn silence into errors:
 
 1. a keyword that the hook does not implement and that is not None raises;
 2. after a pass, the hook must have run once per layer;
 3. only architectures with a parity test run (`TESTED`); others need a flag;
 4. this is the only file that knows transformers' attention interface;
-5. nothing else of transformers is used at run time: no generate, no caches, no hidden-state outputs.
+5. nothing else of transformers is used at run time: no generate, no caches, no hidden-state outputs;
+6. rotary embeddings whose angles depend on the whole batch are refused.
 
 Shape suffixes: T packed rows, H query heads, K key/value heads, D head size, W hidden width.
 """
@@ -119,9 +120,14 @@ class HfModel:
         self.dtype = dtype
         self._graph = graph
         config = graph.config.get_text_config()
-        self.vocab_size = int(config.vocab_size)
-        self.num_layers = int(config.num_hidden_layers)
-        self.max_context = int(config.max_position_embeddings)
+        try:
+            self.vocab_size = int(config.vocab_size)
+            self.num_layers = int(config.num_hidden_layers)
+            self.max_context = int(config.max_position_embeddings)
+        except AttributeError as error:
+            raise InputError(
+                f"{type(graph).__name__} is no attention model that can be run here: {error}"
+            ) from error
         self._linears_exact = _pack_linears(graph, dtype)
         self._kv_heads, self._dim = self._probe()
         self._kernels = kernels_for(device, dtype, (self._dim,))
@@ -139,7 +145,7 @@ class HfModel:
         aux_TW: dict[int, Tensor] = {}
         hooks = self._observe(needs, hidden, aux_TW)
         try:
-            logits_RV = self._run(batch, self._kernels).float()
+            logits_RV = self._run(batch, _Pass(batch, self._kernels)).float()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -150,8 +156,7 @@ class HfModel:
             )
         return ForwardOutput(logits_RV, hidden[0] if hidden else None, aux_TW)
 
-    def _run(self, batch: Batch, kernels: Kernels | None) -> Tensor:
-        state = _Pass(batch, kernels)
+    def _run(self, batch: Batch, state: _Pass) -> Tensor:
         out = self._graph(
             input_ids=batch.token_T[None],
             position_ids=batch.position_T[None],
@@ -159,22 +164,28 @@ class HfModel:
             logits_to_keep=batch.logit_R,
             foretell=state,
         )
-        if kernels is None:
-            batch.attend_calls = len(state.shapes)
-            self._shapes = state.shapes
         logits_RV: Tensor = out.logits[0]
         return logits_RV
 
     def _probe(self) -> tuple[int, int]:
-        """Key/value heads and head size, from one token through the graph."""
-        arena = KVArena(1, 1, 1, 1, self.dtype, self.device)
-        with torch.inference_mode():
-            self._run(pack([Segment(0, 0, [0])], arena), None)
-        shapes = set(self._shapes)
-        if len(self._shapes) != self.num_layers or len(shapes) != 1:
+        """Key/value heads and head size, from one token through the graph.
+
+        Raises:
+            InputError: the graph asks of attention what is not implemented, or does not ask it at all.
+        """
+        name = type(self._graph).__name__
+        batch = pack([Segment(0, 0, [0])], KVArena(1, 1, 1, 1, self.dtype, self.device))
+        state = _Pass(batch, None)
+        try:
+            with torch.inference_mode():
+                self._run(batch, state)
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise InputError(f"{name} cannot run on this cache: {error}") from error
+        shapes = set(state.shapes)
+        if len(state.shapes) != self.num_layers or len(shapes) != 1:
             raise InputError(
-                f"{type(self._graph).__name__} cannot run on this cache: {len(self._shapes)} attention calls "
-                f"for {self.num_layers} layers, shapes {sorted(shapes)}"
+                f"{name} cannot run on this cache: {len(state.shapes)} attention calls for {self.num_layers} "
+                f"layers, shapes {sorted(shapes)}"
             )
         return shapes.pop()
 
@@ -234,6 +245,17 @@ def _pack_linears(graph: nn.Module, dtype: torch.dtype) -> bool:
     return not matrices and all(module.row_exact for module in packed)
 
 
+def _refuse_moving_rope(config: Any) -> None:
+    """Guard 6: transformers takes the angles of these types from the longest sequence of a pass, so a
+    request would depend on its neighbours and cached keys would go stale."""
+    settings = [config.get("rope_scaling"), config.get("rope_parameters")]
+    settings += [each for part in settings if isinstance(part, dict) for each in part.values()]
+    for part in settings:
+        kind = str((part.get("rope_type") or part.get("type")) if isinstance(part, dict) else "")
+        if kind in ("dynamic", "longrope", "su"):
+            raise InputError(f"rotary embeddings of type {kind!r} change with the length of the batch")
+
+
 def load_hf(
     folder: Path, dtype: torch.dtype, device: torch.device, *, allow_untested: bool = False
 ) -> HfModel:
@@ -254,7 +276,12 @@ def load_hf(
     AttentionInterface.register(_NAME, _hook)
     try:
         graph, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", attn_implementation=_NAME, output_loading_info=True, local_files_only=True
+            folder,
+            dtype="auto",
+            attn_implementation=_NAME,
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"transformers cannot load {folder}: {error}") from error

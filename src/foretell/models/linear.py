@@ -42,7 +42,9 @@ class _Panels:
         self._bias_O = None if bias_O is None else F.pad(bias_O.float(), (0, missing))
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        out_TO = self._kernels.linear(x_TI, self._packed, self._bias_O)
+        if x_TI.dtype != torch.float32:
+            raise TypeError(f"this product takes float32 activations, got {x_TI.dtype}")
+        out_TO = self._kernels.linear(x_TI.contiguous(), self._packed, self._bias_O)
         return out_TO if out_TO.shape[1] == self._outputs else out_TO[:, : self._outputs].contiguous()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.catalog import Report, locate
 from foretell.models.config import Unsupported, architecture_of, read_config
+from foretell.models.hf import TESTED, load_hf
 from foretell.models.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 IMPLS = ("auto", "decoder", "hf")
 
@@ -74,6 +78,8 @@ def load_model(
     config = read_config(folder)
     tokenizer = Tokenizer(folder)
     model = _load(folder, impl, where, allow_untested)
+    if allow_untested and (model.impl == "decoder" or architecture_of(config) in TESTED):
+        _log.warning("allow_untested has no effect: %s is tested", architecture_of(config))
     return LoadedModel(name, folder, model, tokenizer, end_token_ids(folder, config, tokenizer))
 
 
@@ -95,8 +101,6 @@ def _load(folder: Path, impl: str, device: torch.device, allow_untested: bool) -
                 raise InputError(
                     f"the own decoder cannot run {architecture}: {reason}", hint="use --impl hf"
                 ) from None
-    from foretell.models.hf import load_hf
-
     return load_hf(folder, dtype, device, allow_untested=allow_untested)
 
 
@@ -108,4 +112,6 @@ def end_token_ids(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) ->
     for source in sources:
         if (value := source.get("eos_token_id")) is not None:
             return frozenset(value if isinstance(value, list) else [value])
+    if not tokenizer.end_ids:
+        _log.warning("%s names no end token: every answer will be max_tokens long", folder.name)
     return tokenizer.end_ids

@@ -7,6 +7,7 @@ no tokenizer.json is converted by transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from foretell.errors import InputError
+
+# transformers' own tag around what the assistant says; it marks training masks and prints nothing
+_GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
@@ -71,6 +75,7 @@ class Tokenizer:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        _check_messages(messages)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -84,12 +89,20 @@ class Tokenizer:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         }
         try:
-            template = environment.from_string(self.chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=True, **special)
+            template = environment.from_string(_GENERATION_TAG.sub("", self.chat_template))
+            absent = {"tools": None, "documents": None}
+            return template.render(messages=list(messages), add_generation_prompt=True, **absent, **special)
         except TemplateError as error:
             raise InputError(
                 f"the chat template of {self.folder.name} refuses these messages: {error}"
             ) from error
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    for message in messages:
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InputError(f"a message's {key} must be text, got {message.get(key)!r}")
 
 
 def _raise_template_error(message: str) -> None:
@@ -125,7 +138,7 @@ def _load(folder: Path) -> FastTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder)
+        slow = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever the converter of that family raises
         raise InputError(f"the tokenizer of {folder} cannot be converted: {error}") from error
     backend = getattr(slow, "backend_tokenizer", None)

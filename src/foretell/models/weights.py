@@ -85,8 +85,8 @@ class Checkpoint:
             out[name] = count, count * _BYTES.get(part.get_dtype(), 4)
         return out
 
-    def require(self, names: Iterable[str]) -> None:
-        """Checks that the checkpoint holds exactly these tensors.
+    def require(self, names: Iterable[str], optional: Iterable[str] = ()) -> None:
+        """Checks that the checkpoint holds exactly these tensors, and maybe the optional ones.
 
         Raises:
             InputError: listing what is missing and what is unknown.
@@ -95,7 +95,7 @@ class Checkpoint:
         problems = []
         if missing := sorted(wanted - held):
             problems.append(f"missing: {', '.join(missing)}")
-        if unknown := sorted(held - wanted):
+        if unknown := sorted(held - wanted - set(optional)):
             problems.append(f"unknown: {', '.join(unknown)}")
         if problems:
             raise InputError(f"{self.folder} does not fit its config.json; {'; '.join(problems)}")

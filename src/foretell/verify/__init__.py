@@ -8,8 +8,17 @@ from foretell.verify.base import Draws, Rule, Target
 __all__ = ["RULES", "Draws", "Rule", "Target"]
 
 _ALL = (
-    Rule("coupled", coupled.verify, True, Stream.TARGET, "same seed, same text as without speculation"),
-    Rule("rejection", rejection.verify, True, Stream.DRAFT, "exact in distribution: accept with min(1, p/q)"),
-    Rule("block", block.verify, True, Stream.DRAFT, "exact in distribution: judges a chain as a whole"),
+    Rule(
+        "coupled", coupled.verify, True, Stream.TARGET, False, "same seed, same text as without speculation"
+    ),
+    Rule(
+        "rejection",
+        rejection.verify,
+        True,
+        Stream.DRAFT,
+        True,
+        "exact in distribution: accept with min(1, p/q)",
+    ),
+    Rule("block", block.verify, True, Stream.DRAFT, True, "exact in distribution: judges a chain as a whole"),
 )
 RULES = Registry("verification rule", {rule.name: rule for rule in _ALL})

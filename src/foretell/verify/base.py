@@ -48,6 +48,7 @@ class Rule:
         verify: (tree, target, draws) -> verdict.
         lossless: whether the output keeps the target's distribution.
         draft_stream: noise that sampled drafts must be drawn with under this rule.
+        needs_q: whether it reads what sampled drafts were drawn from.
         about: one line for help texts.
     """
 
@@ -55,6 +56,7 @@ class Rule:
     verify: Callable[[DraftTree, Target, Draws], Verdict]
     lossless: bool
     draft_stream: Stream
+    needs_q: bool
     about: str
 
 

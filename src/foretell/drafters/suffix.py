@@ -1,0 +1,257 @@
+"""SuffixDecoding (Oliaro et al. 2025): continue as the longest repeated suffix was continued before.
+
+Two sources: the request's own prompt and output, and a pool of finished outputs of other requests. A
+continuation is followed while its probability, by the counts of what came before, stays above a floor;
+its length grows with the length of the match. The better of the two sources wins by score, the expected
+number of accepted tokens.
+
+Reading and proposing cost a few microseconds per token, whatever the length of the history. The pool keeps
+a byte limit: it consists of two generations, and when the younger is full it replaces the older.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from foretell.drafters.automaton import ROOT, Cursor, SuffixAutomaton
+from foretell.drafters.base import DrafterContext, DraftRequest, Observed
+from foretell.errors import InputError
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan
+
+_CHECK_EVERY = 64  # tokens between two looks at the pool's size
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixOptions:
+    """Options of the suffix drafter.
+
+    Args:
+        factor, offset: draft at most factor * matched tokens + offset.
+        min_prob: follow a continuation while its probability is at least this.
+        depth: longest match that counts.
+        levels: matches that are tried, from the longest down.
+        tree: draft the likeliest continuations side by side instead of one.
+        pool_mb: limit of the pool of finished outputs; 0 = no pool.
+    """
+
+    factor: float = 2.0
+    offset: float = 0.0
+    min_prob: float = 0.1
+    depth: int = 64
+    levels: int = 3
+    tree: bool = False
+    pool_mb: float = 64.0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "factor": (self.factor >= 0, "0 or above"),
+            "min_prob": (0 <= self.min_prob <= 1, "between 0 and 1"),
+            "depth": (self.depth >= 1, "at least 1"),
+            "levels": (self.levels >= 1, "at least 1"),
+            "pool_mb": (self.pool_mb == 0 or self.pool_mb >= 1, "0 (off) or at least 1"),
+        }
+        for name, (ok, want) in checks.items():
+            if not ok:
+                raise InputError(f"{name} must be {want}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A draft from one source. `score` is the sum of its nodes' probabilities: the tokens that it is
+    expected to gain."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    score: float = 0.0
+
+
+NOTHING = Continuation()
+
+
+class Pool:
+    """Finished outputs of many requests under a byte limit.
+
+    Args:
+        limit: bytes that both generations together never exceed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._half = limit // 2
+        self.generations = [SuffixAutomaton()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(automaton.nbytes for automaton in self.generations)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Reads one text; forgets the oldest ones where that is needed for room."""
+        self.generations[-1].begin()
+        for start in range(0, len(tokens), _CHECK_EVERY):
+            # a token makes at most two states; this is room for them at their largest
+            if self.generations[-1].nbytes > self._half - _CHECK_EVERY * 2048:
+                self.generations = [self.generations[-1], SuffixAutomaton()]
+            for token in tokens[start : start + _CHECK_EVERY]:
+                self.generations[-1].read(token)
+
+
+@dataclass(slots=True)
+class _History:
+    """What a request has read: its own automaton, and where it stands in the pool's."""
+
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    read: int = 0
+    cursors: list[Cursor] = field(default_factory=list)
+    prompt_length: int = 0
+
+
+class SuffixDrafter:
+    """See `Drafter`. `score` of the last proposals is kept for combinations with other drafters."""
+
+    needs = NO_NEEDS
+    expects = 0.0
+
+    def __init__(self, options: SuffixOptions) -> None:
+        self._options = options
+        self.pool = Pool(int(options.pool_mb * 1e6)) if options.pool_mb else None
+        self._histories: dict[int, _History] = {}
+
+    def start(self, request: DraftRequest) -> None:
+        """Begins a history; the prompt is read at the first proposal."""
+        self._histories[request.id] = _History(prompt_length=len(request.tokens))
+
+    def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
+        """The best continuation per request."""
+        return [tree for tree, _ in self.propose_scored(requests, plans)]
+
+    def propose_scored(
+        self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]
+    ) -> list[tuple[DraftTree, float]]:
+        """Trees with their scores, the tokens that each is expected to gain."""
+        out = []
+        for request, plan in zip(requests, plans, strict=True):
+            history = self._histories[request.id]
+            self._catch_up(history, request.tokens)
+            best = self._best(history, plan.draft_tokens, request.end_ids) if plan.draft_tokens else NOTHING
+            tree = DraftTree(best.tokens, best.parents) if best.tokens else EMPTY_TREE
+            out.append((tree, best.score))
+        return out
+
+    def observe(self, request: DraftRequest, seen: Observed) -> None:
+        """The history catches up at the next proposal."""
+
+    def finish(self, request: DraftRequest) -> None:
+        """Gives the output to the pool, led in by the end of the prompt."""
+        history = self._histories.pop(request.id, None)
+        if history is not None and self.pool is not None and len(request.tokens) > history.prompt_length:
+            self.pool.add(request.tokens[max(0, history.prompt_length - self._options.depth) :])
+
+    def _catch_up(self, history: _History, tokens: Sequence[int]) -> None:
+        new = tokens[history.read :]
+        for token in new:
+            history.own.read(token)
+        self._follow_pool(history, tokens, new)
+        history.read = len(tokens)
+
+    def _follow_pool(self, history: _History, tokens: Sequence[int], new: Sequence[int]) -> None:
+        """Moves the cursors along; a new generation's begins with the last tokens."""
+        if self.pool is None:
+            return
+        known = {id(cursor.automaton): cursor for cursor in history.cursors}
+        history.cursors = []
+        for automaton in self.pool.generations:
+            cursor = known.get(id(automaton))
+            if cursor is None:
+                cursor = Cursor(automaton, self._options.depth)
+                cursor.follow(tokens[-self._options.depth :])
+            else:
+                cursor.follow(new)
+            history.cursors.append(cursor)
+
+    def _best(self, history: _History, budget: int, end_ids: frozenset[int]) -> Continuation:
+        own = history.own
+        state = own.repeated
+        best = self._continue(own, state, min(own.length(state), self._options.depth), budget, end_ids)
+        for cursor in history.cursors:
+            other = self._continue(cursor.automaton, *cursor.match(), budget, end_ids)
+            if other.score > best.score:
+                best = other
+        return best
+
+    def _continue(
+        self, automaton: SuffixAutomaton, state: int, matched: int, budget: int, end_ids: frozenset[int]
+    ) -> Continuation:
+        """The best-scoring continuation of a match and of its suffixes; ties go to the longer match."""
+        options, best = self._options, NOTHING
+        grow = _grow_tree if options.tree else _grow_path
+        for _ in range(options.levels):
+            if state == ROOT:
+                break
+            limit = min(budget, int(options.factor * matched + options.offset))
+            found = grow(automaton, state, limit, options.min_prob, end_ids)
+            if found.score > best.score:
+                best = found
+            if best.score > options.factor * automaton.length(automaton.shorter(state)) + options.offset:
+                break  # a shorter match may not even draft so many
+            state = automaton.shorter(state)
+            matched = automaton.length(state)
+        return best
+
+
+def _options_of(automaton: SuffixAutomaton, state: int) -> list[tuple[float, int, int]]:
+    """(probability, token, state behind) of each continuation. Where the text ends, the longest suffix
+    that went on elsewhere decides, so a repetition can be followed beyond its end."""
+    while state != ROOT:
+        children = [(automaton.count(behind), token, behind) for token, behind in automaton.children(state)]
+        if children:
+            total = sum(count for count, _, _ in children)
+            return [(count / total, token, behind) for count, token, behind in children]
+        state = automaton.shorter(state)
+    return []
+
+
+def _grow_path(
+    automaton: SuffixAutomaton, state: int, limit: int, min_prob: float, end_ids: frozenset[int]
+) -> Continuation:
+    tokens: list[int] = []
+    probability, score = 1.0, 0.0
+    while len(tokens) < limit and state != ROOT:
+        if (following := automaton.likeliest(state)) is None:
+            state = automaton.shorter(state)  # the text ends: a repetition goes on as it did before
+            continue
+        token, state, share = following
+        probability *= share
+        if probability < min_prob:
+            break
+        tokens.append(token)
+        score += probability
+        if token in end_ids:
+            break
+    return Continuation(tuple(tokens), tuple(range(-1, len(tokens) - 1)), score)
+
+
+def _grow_tree(
+    automaton: SuffixAutomaton, state: int, limit: int, min_prob: float, end_ids: frozenset[int]
+) -> Continuation:
+    tokens: list[int] = []
+    parents: list[int] = []
+    score = 0.0
+    waiting = [(-share, token, behind, -1) for share, token, behind in _options_of(automaton, state)]
+    heapq.heapify(waiting)
+    while waiting and len(tokens) < limit:
+        negative, token, behind, parent = heapq.heappop(waiting)
+        if -negative < min_prob:
+            break
+        tokens.append(token)
+        parents.append(parent)
+        score -= negative
+        if token not in end_ids:
+            for share, following, further in _options_of(automaton, behind):
+                heapq.heappush(waiting, (negative * share, following, further, len(tokens) - 1))
+    return Continuation(tuple(tokens), tuple(parents), score)
+
+
+def build(context: DrafterContext, argument: str | None, options: SuffixOptions) -> SuffixDrafter:
+    """See `DrafterEntry.build`."""
+    return SuffixDrafter(options)
