@@ -40,6 +40,7 @@ class Fortune:
 
     needs = NO_NEEDS
     expects = 0.0
+    draft_tokens = 5
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], vocabulary: int, seed: int) -> None:
         self._answers = answers

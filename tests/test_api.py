@@ -146,7 +146,7 @@ def test_loading_options_beside_a_loaded_model_are_refused(llm):
 
 
 def test_drafter_options_are_checked(llm):
-    with pytest.raises(InputError, match="has no option window") as caught:
+    with pytest.raises(InputError, match="has no option 'window'") as caught:
         LLM(llm.loaded, drafter="ngram", drafter_options={"window": 3})
     assert "min_n" in str(caught.value.hint)
     with pytest.raises(InputError, match="max_n must be at least min_n"):

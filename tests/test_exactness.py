@@ -16,6 +16,7 @@ from foretell.verify import RULES
 from foretell.verify import base as verify_base
 from tests.enumerate import Script, World
 
+LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
 EXACT = 1e-9
 VISIBLE = 1e-3
 
@@ -45,7 +46,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("draft", ["sampled", "chosen"])
 @pytest.mark.parametrize("params", PARAMS)
 def test_trees_of_depth_and_width_two(rule, draft, params):
@@ -55,7 +56,7 @@ def test_trees_of_depth_and_width_two(rule, draft, params):
     assert world.error(lambda script: world.one_step(RULES[rule], script), 3) < EXACT
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("draft", ["sampled", "chosen"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [1, 2])
@@ -79,9 +80,32 @@ def test_acceptance_is_what_theory_says():
 
     p, q = world.target_probs([]), world.draft_log_q([]).exp()
     assert 1 - accepted("rejection")[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-9)
-    mean = {rule: sum(i * share for i, share in enumerate(accepted(rule))) for rule in RULES}
+    mean = {rule: sum(i * share for i, share in enumerate(accepted(rule))) for rule in LOSSLESS}
     assert mean["block"] >= mean["rejection"] - 1e-12
     assert mean["rejection"] > mean["coupled"], "independent choices meet less often than min(1, p/q)"
+
+
+def test_typical_acceptance_is_lossy_and_says_so():
+    """Seen by the same test that the lossless rules pass; greedy it is plain decoding."""
+    world = World(SamplingParams(temperature=1.0), "chosen", (2, 2))
+    assert world.error(lambda script: world.one_step(RULES["typical"], script), 3) > VISIBLE
+    tree = world.draw_tree(Script([]))
+    assert not RULES["typical"].verify(tree, world.rows(tree, Script([])), Script([])).lossless
+    greedy = World(SamplingParams(temperature=0), "chosen", (2, 2))
+    assert greedy.error(lambda script: greedy.one_step(RULES["typical"], script), 3) < EXACT
+
+
+def test_typical_acceptance_keeps_the_longest_plausible_path():
+    """By hand: p(a) = p(b) = .45 after the root, only b's child is plausible."""
+    probs = {-1: [0.45, 0.45, 0.1], 0: [0.9, 0.05, 0.05], 1: [0.6, 0.3, 0.1], 2: [1.0, 0, 0], 3: [0, 1.0, 0]}
+
+    class Target:
+        def probs(self, node):
+            return torch.tensor(probs[node], dtype=torch.float64)
+
+    tree = DraftTree((0, 1, 1, 1), (-1, -1, 0, 1))
+    verdict = RULES["typical"].verify(tree, Target(), None)
+    assert (verdict.path, verdict.next_token, verdict.lossless) == ((1, 3), 1, False)
 
 
 # ---- negative controls: each fault of other engines, injected, is seen ---------------------------
@@ -142,7 +166,7 @@ def test_fault_rejected_token_replaced_from_p(monkeypatch):
     assert tv(world, lambda script: world.one_step(RULES["rejection"], script)) > VISIBLE
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("params", ["top-p", "min-p", "bias", "frequency", "repetition", "min-tokens"])
 def test_fault_processors_at_the_bonus_only(rule, params, monkeypatch):
     """Draft positions are judged by unprocessed logits (vLLM#42744, #18902, PR 32642)."""
@@ -164,7 +188,7 @@ def test_fault_processors_at_the_bonus_only(rule, params, monkeypatch):
     assert tv(world, step, 3) > VISIBLE
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_fault_penalties_with_the_history_of_the_step_start(rule, monkeypatch):
     """Tokens inside the draft are not counted (vLLM#6718)."""
     world = World(SamplingParams(temperature=1.0, frequency_penalty=1.5), "chosen", (1, 1))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from foretell.drafters import Drafter, DrafterContext, build_drafter, check_drafter
+from foretell.drafters import Drafter, DrafterContext, build_drafter, parse
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
@@ -31,7 +31,6 @@ from foretell.verify import RULES
 # text as it is; token ids; or a conversation, which goes through the model's chat template
 Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
 
-DEFAULT_DRAFT_TOKENS = 8
 DEFAULT_KV_TOKENS = 16384
 
 _log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class LLM:
             (`llm.loaded`), which then shares it.
         drafter: NAME or NAME:ARGUMENT (see `foretell.drafters.DRAFTERS`), or a `Drafter`.
         drafter_options: the named drafter's own options.
-        draft_tokens: draft length; None = 8.
+        draft_tokens: tokens of a draft at most; None = what suits the drafter.
         verify: acceptance rule; see `foretell.verify.RULES`.
         device, impl, allow_untested: see `foretell.models.load.load_model`.
         kv_tokens: tokens that the KV cache holds over all running requests; None = 16384.
@@ -143,7 +142,7 @@ class LLM:
         _at_least("kv_tokens", kv_tokens, 1)
         _at_least("max_batch", max_batch, 1)
         if isinstance(drafter, str):
-            check_drafter(drafter, options)
+            parse(drafter, options)
         elif options:
             raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
         if isinstance(model, LoadedModel):
@@ -159,13 +158,15 @@ class LLM:
         self.tokenizer = self.loaded.tokenizer
         slots = kv_tokens or DEFAULT_KV_TOKENS
         if isinstance(drafter, str):
-            context = DrafterContext(self.loaded.model, self.tokenizer, slots, allow_untested, report)
+            context = DrafterContext(
+                self.loaded.model, self.tokenizer, slots, self.loaded.folder, allow_untested, report
+            )
             drafter = build_drafter(drafter, options, context)
         self.engine = Engine(
             self.loaded.model,
             drafter,
             rule,
-            FixedPlanner(DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens),
+            FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens),
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,

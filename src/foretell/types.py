@@ -171,10 +171,21 @@ class Needs:
     Args:
         last_hidden: hidden states after the final norm.
         aux_layers: residual stream entering these layers.
+        choices: the target's likeliest token at every node of the draft.
     """
 
     last_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
+    choices: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        """Both together."""
+        layers = tuple(sorted({*self.aux_layers, *other.aux_layers}))
+        return Needs(
+            self.last_hidden or other.last_hidden,
+            layers,
+            self.choices or other.choices,
+        )
 
 
 NO_NEEDS = Needs()

@@ -76,8 +76,10 @@ def step(
 
 @app.command()
 def edit(
+    ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
+    drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     max_tokens: opt.MaxTokensOpt = 512,
     repeats: RepeatsOpt = 1,
@@ -92,8 +94,7 @@ def edit(
     from foretell.types import SamplingParams
 
     _folder(out)
-    with model_progress() as report:
-        llm = LLM(model, drafter=drafter, draft_tokens=draft_tokens, report=report)
+    llm = opt.load_llm(ctx.params)
     methods = {"plain": LLM(llm.loaded, drafter="none"), drafter: llm}
     items = single_turn("edit", llm, max_tokens)
     with progress_bar() as bar:

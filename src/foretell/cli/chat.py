@@ -22,6 +22,7 @@ def chat(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
+    drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,

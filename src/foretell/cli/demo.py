@@ -23,6 +23,7 @@ def demo(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
+    drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     repeats: Annotated[
         int, typer.Option("--repeats", help="Runs per task and method.", show_default=True, min=1)
@@ -49,7 +50,7 @@ def demo(
         for row in rows:
             print_json(row.to_json())
     else:
-        stdout().print(speed_table(f"{model}, greedy, {drafter} with {draft_tokens} draft tokens", rows))
+        stdout().print(speed_table(f"{model}, greedy, {drafter}", rows))
 
 
 def _answer(llm: LLM) -> None:

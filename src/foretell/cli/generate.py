@@ -21,6 +21,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="Prompts; several make a batch, - reads stdin.")],
     model: opt.ModelOpt = "smollm2-135m",
     drafter: opt.DrafterOpt = "ngram",
+    drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
     max_tokens: opt.MaxTokensOpt = 256,

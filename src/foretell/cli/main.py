@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, generate, inspect, pull
+from foretell.cli import bench, chat, demo, drafters, generate, inspect, pull
 
 app = typer.Typer(
     name="foretell",
@@ -21,6 +21,7 @@ app.command()(chat.chat)
 app.command()(demo.demo)
 app.command()(pull.pull)
 app.command()(inspect.inspect)
+app.command()(drafters.drafters)
 app.add_typer(bench.app)
 
 

@@ -15,10 +15,20 @@ ModelOpt = Annotated[
     str,
     typer.Option("--model", "-m", help="Catalogue name, folder, .gguf file or hub id.", show_default=True),
 ]
-DrafterOpt = Annotated[str, typer.Option("--drafter", help="none, ngram, or draft:MODEL.", show_default=True)]
-DraftTokensOpt = Annotated[int | None, typer.Option("--draft-tokens", help="Draft length.  [default: 8]")]
+DrafterOpt = Annotated[
+    str,
+    typer.Option("--drafter", help="NAME[:MODEL_OR_PATH]; see `foretell drafters`.", show_default=True),
+]
+DrafterOptOpt = Annotated[
+    list[str] | None,
+    typer.Option("--drafter-opt", help="KEY=VALUE of the drafter; repeatable; see `foretell drafters`."),
+]
+DraftTokensOpt = Annotated[
+    int | None,
+    typer.Option("--draft-tokens", help="Tokens of a draft at most.  [default: what suits the drafter]"),
+]
 VerifyOpt = Annotated[
-    str, typer.Option("--verify", help="Acceptance rule: coupled, rejection or block.", show_default=True)
+    str, typer.Option("--verify", help="Acceptance rule; see `foretell drafters`.", show_default=True)
 ]
 DeviceOpt = Annotated[str, typer.Option("--device", help="auto, cpu or cuda[:N].", show_default=True)]
 ImplOpt = Annotated[
@@ -78,11 +88,12 @@ def load_llm(given: Mapping[str, Any]) -> LLM:
     converted. Options that the verb does not have keep their defaults."""
     from foretell.api import LLM
     from foretell.cli.console import model_progress
+    from foretell.drafters import parse_entries
 
+    values = {name: given[name] for name in _LLM_OPTIONS if name in given}
+    values["drafter_options"] = parse_entries(given.get("drafter_opt") or ())
     with model_progress() as report:
-        return LLM(
-            given["model"], **{name: given[name] for name in _LLM_OPTIONS if name in given}, report=report
-        )
+        return LLM(given["model"], **values, report=report)
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -48,8 +49,10 @@ class Observed:
     Args:
         start: tokens of the request that the target had read before the step.
         count: tokens that it has read since, all of them in `request.tokens`.
-        tree, verdict: what was drafted and kept; None while the prompt is being read.
+        tree, verdict: what was drafted and kept; no verdict while the prompt is being read.
         hidden_TW, aux_TW: states of those `count` tokens, as far as the drafter needs them.
+        choices: the target's likeliest token after the root, then after each node of the tree, by its
+            raw logits; empty without a verdict, or where the drafter does not need them.
     """
 
     start: int
@@ -58,6 +61,7 @@ class Observed:
     verdict: Verdict | None
     hidden_TW: Tensor | None = None
     aux_TW: Mapping[int, Tensor] = field(default_factory=dict)
+    choices: Sequence[int] = ()
 
 
 class Drafter(Protocol):
@@ -69,10 +73,12 @@ class Drafter(Protocol):
     Attributes:
         needs: states of the target that `observe` wants.
         expects: acceptance of its first draft token below which something is mis-wired; 0 = any.
+        draft_tokens: nodes per step that suit it, where nobody says otherwise.
     """
 
     needs: Needs
     expects: float
+    draft_tokens: int
 
     def start(self, request: DraftRequest) -> None: ...
 
@@ -85,6 +91,17 @@ class Drafter(Protocol):
     def finish(self, request: DraftRequest) -> None: ...
 
 
+@runtime_checkable
+class ScoredDrafter(Drafter, Protocol):
+    """A drafter that knows what its drafts are worth, so that it can take turns with another."""
+
+    def propose_scored(
+        self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]
+    ) -> list[tuple[DraftTree, float]]:
+        """As `propose`, each tree with the number of tokens that it is expected to gain."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is built for.
@@ -93,12 +110,14 @@ class DrafterContext:
         target: the model that verifies.
         tokenizer: the target's; None in tests without text.
         slots: tokens of all requests that may be live at once.
+        folder: the target's checkpoint, for drafters that live in it; None in tests.
         allow_untested, report: for drafters that load a model; see `foretell.models.load.load_model`.
     """
 
     target: TargetModel
     tokenizer: Tokenizer | None
     slots: int
+    folder: Path | None = None
     allow_untested: bool = False
     report: Report | None = None
 
@@ -110,7 +129,8 @@ class DrafterEntry:
     Args:
         build: (context, argument, options) -> drafter; `argument` is what follows the colon in
             NAME:ARGUMENT, or None.
-        argument: what the argument is, for messages ("MODEL"); None = takes none.
+        argument: what the argument is, for messages ("MODEL"), in brackets where it may be left out
+            ("[PATH]"); None = takes none.
         options: frozen dataclass of the options, with their defaults.
         about: one line for help texts.
     """

@@ -101,6 +101,7 @@ class DraftModelDrafter:
 
     needs = NO_NEEDS
     expects = 0.02
+    draft_tokens = 5
 
     def __init__(
         self,

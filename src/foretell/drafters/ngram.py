@@ -52,6 +52,7 @@ class NgramDrafter:
 
     needs = NO_NEEDS
     expects = 0.0
+    draft_tokens = 8
 
     def __init__(self, options: NgramOptions) -> None:
         self._options = options

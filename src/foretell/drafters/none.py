@@ -19,6 +19,7 @@ class NoDrafter:
 
     needs = NO_NEEDS
     expects = 0.0
+    draft_tokens = 0
 
     def start(self, request: DraftRequest) -> None:
         """Nothing to do."""

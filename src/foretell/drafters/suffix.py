@@ -21,6 +21,7 @@ from foretell.errors import InputError
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan
 
 _CHECK_EVERY = 64  # tokens between two looks at the pool's size
+_BRANCHES = 24  # continuations of one context that a tree looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class SuffixOptions:
 
     factor: float = 2.0
     offset: float = 0.0
-    min_prob: float = 0.1
+    min_prob: float = 0.3
     depth: int = 64
     levels: int = 3
     tree: bool = False
@@ -111,6 +112,7 @@ class SuffixDrafter:
 
     needs = NO_NEEDS
     expects = 0.0
+    draft_tokens = 16
 
     def __init__(self, options: SuffixOptions) -> None:
         self._options = options
@@ -200,15 +202,19 @@ class SuffixDrafter:
 
 
 def _options_of(automaton: SuffixAutomaton, state: int) -> list[tuple[float, int, int]]:
-    """(probability, token, state behind) of each continuation. Where the text ends, the longest suffix
-    that went on elsewhere decides, so a repetition can be followed beyond its end."""
-    while state != ROOT:
-        children = [(automaton.count(behind), token, behind) for token, behind in automaton.children(state)]
-        if children:
-            total = sum(count for count, _, _ in children)
-            return [(count / total, token, behind) for count, token, behind in children]
+    """(probability, token, state behind) of each continuation; of a context that went on in very many
+    ways, only the likeliest. Where the text ends, the longest suffix that went on elsewhere decides, so a
+    repetition can be followed beyond its end."""
+    while (best := automaton.likeliest(state)) is None and state != ROOT:
         state = automaton.shorter(state)
-    return []
+    if state == ROOT or best is None:
+        return []
+    if automaton.branches(state) > _BRANCHES:
+        token, behind, share = best
+        return [(share, token, behind)]
+    children = [(automaton.count(behind), token, behind) for token, behind in automaton.children(state)]
+    total = sum(count for count, _, _ in children)
+    return [(count / total, token, behind) for count, token, behind in children]
 
 
 def _grow_path(

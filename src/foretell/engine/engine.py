@@ -21,7 +21,7 @@ from foretell.drafters import Drafter, Observed
 from foretell.engine.detokenize import Detokenizer
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
-from foretell.engine.verification import verify
+from foretell.engine.verification import likeliest, verify
 from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.planner import Planner
@@ -164,9 +164,13 @@ class Engine:
         clock.lap("draft_s")
         output = self.target.forward(pack([w.segment for w in work], self.cache.arena), self._drafter.needs)
         clock.lap("target_s")
-        verdicts = verify(self.rule, [(w.request.sampler, w.tree, output.logits_RV[w.rows]) for w in work])
+        best_R = likeliest(output.logits_RV)
+        verdicts = [
+            verify(self.rule, w.request.sampler, w.tree, output.logits_RV[w.rows], best_R[w.rows])
+            for w in work
+        ]
         clock.lap("verify_s")
-        advanced = self._settle(work, verdicts, output)
+        advanced = self._settle(work, verdicts, output, best_R)
         clock.lap("rest_s")
         self._account(running, clock)
         return advanced
@@ -221,7 +225,11 @@ class Engine:
         return work
 
     def _settle(
-        self, work: Sequence[_Work], verdicts: Sequence[Verdict | None], output: ForwardOutput
+        self,
+        work: Sequence[_Work],
+        verdicts: Sequence[Verdict | None],
+        output: ForwardOutput,
+        best_R: Sequence[int],
     ) -> list[Request]:
         """Commits what was kept, emits it, shows it to the drafter; ends what is finished."""
         advanced = []
@@ -236,7 +244,8 @@ class Engine:
                 self._emit(part, verdict, output.logits_RV[part.rows])
                 advanced.append(request)
             if request.finish_reason is None:
-                seen = _observed(part, verdict, start, [first_row + row for row in rows], output)
+                choices = best_R[part.rows] if self._drafter.needs.choices else ()
+                seen = _observed(part, verdict, start, [first_row + row for row in rows], output, choices)
                 self._drafter.observe(request, seen)
             else:
                 self._end(request)
@@ -290,8 +299,13 @@ class Engine:
 
 
 def _observed(
-    part: _Work, verdict: Verdict | None, start: int, rows: list[int], output: ForwardOutput
+    part: _Work,
+    verdict: Verdict | None,
+    start: int,
+    rows: list[int],
+    output: ForwardOutput,
+    choices: Sequence[int],
 ) -> Observed:
     hidden_TW = None if output.hidden_TW is None else output.hidden_TW[rows]
     aux_TW = {layer: states_TW[rows] for layer, states_TW in output.aux_TW.items()}
-    return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW)
+    return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW, choices)

@@ -58,23 +58,29 @@ class KeyedDraws:
         return keyed_argmax(weights_V.log(), make_key(self._seed, Stream.RESIDUAL, self._position + depth))
 
 
-def verify(rule: Rule, items: Sequence[tuple[Sampler, DraftTree, Tensor]]) -> list[Verdict | None]:
-    """A verdict per (sampler, tree, logits [R, V]); None for items without rows.
+def likeliest(logits_RV: Tensor) -> list[int]:
+    """The likeliest token of every row.
 
     Raises:
         FloatingPointError: the target's logits are not finite.
     """
-    verdicts: list[Verdict | None] = []
-    for sampler, tree, logits_RV in items:
-        if not len(logits_RV):
-            verdicts.append(None)
-            continue
-        best = logits_RV.max(dim=-1)
-        if not bool(torch.isfinite(best.values).all()):
-            raise FloatingPointError(
-                "the target's logits are not finite: damaged weights, or an overflow in half precision"
-            )
-        best_R = best.indices.tolist() if sampler.untouched else None
-        rows = Rows(sampler, tree, logits_RV, best_R)
-        verdicts.append(rule.verify(tree, rows, KeyedDraws(sampler.seed, sampler.length)))
-    return verdicts
+    best = logits_RV.max(dim=-1) if len(logits_RV) else None
+    if best is None:
+        return []
+    if not bool(torch.isfinite(best.values).all()):
+        raise FloatingPointError(
+            "the target's logits are not finite: damaged weights, or an overflow in half precision"
+        )
+    ids: list[int] = best.indices.tolist()
+    return ids
+
+
+def verify(
+    rule: Rule, sampler: Sampler, tree: DraftTree, logits_RV: Tensor, best_R: Sequence[int]
+) -> Verdict | None:
+    """What the rule makes of a tree, from the logits of its root and nodes and the likeliest token of
+    each; None without rows."""
+    if not len(logits_RV):
+        return None
+    rows = Rows(sampler, tree, logits_RV, best_R if sampler.untouched else None)
+    return rule.verify(tree, rows, KeyedDraws(sampler.seed, sampler.length))

@@ -1,0 +1,61 @@
+"""Two drafters that take turns: the first where it is sure of itself, the second elsewhere.
+
+The first says what its draft is expected to gain (`ScoredDrafter`); it drafts where that beats what the
+second's drafts have gained on average so far. Both observe every step, so both stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretell.drafters.base import Drafter, DraftRequest, Observed, ScoredDrafter
+from foretell.types import DraftTree, StepPlan
+
+_MEMORY = 0.95  # weight of the past in the second drafter's mean gain, per draft
+_PRIOR = 1.0  # tokens that its drafts are taken to gain before any was seen
+
+
+class CombinedDrafter:
+    """See `Drafter`.
+
+    Attributes:
+        gain: mean number of accepted tokens of the second drafter's recent drafts.
+    """
+
+    def __init__(self, first: ScoredDrafter, second: Drafter) -> None:
+        self._first, self._second = first, second
+        self.needs = first.needs | second.needs
+        self.expects = min(first.expects, second.expects)
+        self.draft_tokens = max(first.draft_tokens, second.draft_tokens)
+        self.gain = _PRIOR
+        self._by_second: set[int] = set()
+
+    def start(self, request: DraftRequest) -> None:
+        """Starts it with both."""
+        self._first.start(request)
+        self._second.start(request)
+
+    def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
+        """Per request, the draft of the one that is expected to gain more."""
+        scored = self._first.propose_scored(requests, plans)
+        sure = [score > self.gain for _, score in scored]
+        rest = [
+            StepPlan(0, "the other drafter is sure") if first else plan
+            for first, plan in zip(sure, plans, strict=True)
+        ]
+        trees = self._second.propose(requests, rest)
+        self._by_second = {r.id for r, first in zip(requests, sure, strict=True) if not first}
+        return [a if first else b for first, (a, _), b in zip(sure, scored, trees, strict=True)]
+
+    def observe(self, request: DraftRequest, seen: Observed) -> None:
+        """Shows it to both, and notes what the second's draft gained."""
+        if seen.verdict is not None and len(seen.tree) and request.id in self._by_second:
+            self.gain = _MEMORY * self.gain + (1 - _MEMORY) * len(seen.verdict.path)
+        self._first.observe(request, seen)
+        self._second.observe(request, seen)
+
+    def finish(self, request: DraftRequest) -> None:
+        """Ends it with both."""
+        self._by_second.discard(request.id)
+        self._first.finish(request)
+        self._second.finish(request)
