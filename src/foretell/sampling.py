@@ -21,6 +21,7 @@ from foretell.kernels import native_kernels
 from foretell.noise import Stream, gumbel_tensor, make_key
 from foretell.types import SamplingParams
 
+_NOISY = 64  # likeliest tokens among which a noisy ranking chooses
 _LOOKS = (256, 2048, 16384)  # top-p looks among so many tokens before it sorts the whole row
 
 
@@ -158,6 +159,27 @@ class Sampler:
         key = make_key(self.seed, self._draft_stream, self.length + len(ahead))
         drawn = keyed_top(scores_V, key, count)
         return drawn, scores_V.double().log_softmax(0) if self._needs_q else None
+
+    def rank(self, logits_V: Tensor, ahead: Sequence[int], count: int) -> list[tuple[int, float]]:
+        """The `count` tokens that the target will most likely choose after `ahead`, going by a draft's
+        logits, each with the log of that confidence.
+
+        A function of the request's state and of the noise that the target will use where the rule allows
+        it; never random, so the draft is deterministic. With noise the choice is among the likeliest
+        tokens, and the confidence is the softmax of their noisy scores: without noise that is the
+        probability itself.
+        """
+        scores_V = self.scores(logits_V, ahead)
+        log_probs_V = scores_V - scores_V.logsumexp(0)
+        noisy = not self.params.greedy and self._draft_stream == Stream.TARGET
+        top = log_probs_V.topk(min(max(count, _NOISY) if noisy else count, len(scores_V)))
+        values, ids = top.values.double(), top.indices
+        if noisy:
+            values = values + gumbel_tensor(make_key(self.seed, Stream.TARGET, self.length + len(ahead)), ids)
+            values = values.log_softmax(0)
+            order = values.argsort(descending=True)[:count]
+            values, ids = values[order], ids[order]
+        return list(zip(ids.tolist(), values.tolist(), strict=True))
 
     def _adjusts(self, ahead: int) -> bool:
         """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""

@@ -37,13 +37,13 @@ class KVCache:
         self._live: list[Lease] = []
         self._kept: list[Lease] = []  # least recently used first
 
-    def reserve(self, tokens: list[int], capacity: int) -> Lease | None:
+    def reserve(self, tokens: list[int], capacity: int, *, whole: bool = False) -> Lease | None:
         """A lease for a request that will hold at most `capacity` tokens; None = wait.
 
-        The longest prefix of `tokens` that any other lease holds is copied into it, but for the last
-        token: its logits are still to be computed.
+        The longest prefix of `tokens` that any other lease holds is copied into it, unless `whole` but
+        for the last token: its logits are still to be computed.
         """
-        source, hit = self._longest_prefix(tokens)
+        source, hit = self._longest_prefix(tokens, len(tokens) - (not whole))
         start = self._make_room(capacity)
         if start is None:
             return None
@@ -93,10 +93,10 @@ class KVCache:
             assert before.start + before.capacity <= after.start, "two ranges overlap"
         assert all(lease.length == len(lease.tokens) for lease in self._kept), "kept range out of step"
 
-    def _longest_prefix(self, tokens: Sequence[int]) -> tuple[Lease | None, int]:
+    def _longest_prefix(self, tokens: Sequence[int], longest: int) -> tuple[Lease | None, int]:
         best, best_length = None, 0
         for lease in (*self._live, *self._kept):
-            limit = min(lease.length, len(tokens) - 1)
+            limit = min(lease.length, longest)
             if limit <= best_length or lease.tokens[: best_length + 1] != tokens[: best_length + 1]:
                 continue
             length = best_length + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretell.drafters import draft_model, lookahead, ngram, none, suffix
+from foretell.drafters import draft_model, eagle, lookahead, medusa, mtp, ngram, none, suffix
 from foretell.drafters.base import DrafterEntry
 from foretell.registry import Registry
 
@@ -21,6 +21,27 @@ DRAFTERS = Registry(
         ),
         "lookahead": DrafterEntry(
             lookahead.build, None, lookahead.LookaheadOptions, "the target guesses its own future in parallel"
+        ),
+        "medusa": DrafterEntry(
+            medusa.build,
+            "[PATH]",
+            medusa.MedusaOptions,
+            "heads on the target that guess several tokens at once",
+        ),
+        "eagle": DrafterEntry(
+            eagle.build_eagle,
+            "PATH",
+            eagle.FeatureOptions,
+            "EAGLE-1/2: a layer that predicts the target's states",
+        ),
+        "eagle3": DrafterEntry(
+            eagle.build_eagle3,
+            "PATH",
+            eagle.Eagle3Options,
+            "EAGLE-3: a layer that reads three of the target's",
+        ),
+        "mtp": DrafterEntry(
+            mtp.build, "[PATH]", mtp.MtpOptions, "the prediction module that the model was trained with"
         ),
         "draft": DrafterEntry(draft_model.build, "MODEL", draft_model.DraftModelOptions, "a smaller model"),
     },

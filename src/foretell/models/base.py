@@ -41,6 +41,7 @@ class TargetModel(Protocol):
         row_exact: the logits of a row are the same bits whatever rows are computed beside it.
         vocab_size: width of the logits; may exceed the tokenizer's vocabulary (padding).
         max_context: positions that the model was made for.
+        hidden_size: width of its hidden states.
     """
 
     impl: str
@@ -48,6 +49,7 @@ class TargetModel(Protocol):
     vocab_size: int
     num_layers: int
     max_context: int
+    hidden_size: int
     device: torch.device
 
     def new_arena(self, slots: int) -> KVArena:
@@ -56,4 +58,12 @@ class TargetModel(Protocol):
 
     def forward(self, batch: Batch, needs: Needs = NO_NEEDS) -> ForwardOutput:
         """One pass; K and V of all rows are written into `batch.arena`."""
+        ...
+
+    def embed(self, token_T: Tensor) -> Tensor:
+        """Rows of the token embedding [T, W], as a draft head reads them."""
+        ...
+
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        """float32 logits [R, V] of last hidden states (after the final norm)."""
         ...

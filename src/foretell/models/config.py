@@ -4,6 +4,7 @@ transformers adapter."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,15 @@ class Rope:
     """Rotary embedding: base, and how frequencies are stretched."""
 
     theta: float
-    kind: str = "default"  # default, linear, llama3
+    kind: str = "default"  # default, linear, llama3, yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float = 1.0  # of cos and sin
+    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ ARCHITECTURES: Mapping[str, tuple[bool, bool]] = {
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
     "Qwen3ForCausalLM": (False, True),
+    "MiMoForCausalLM": (True, False),
 }
 
 
@@ -135,13 +141,17 @@ def decoder_config(config: Json) -> DecoderConfig:
         raise InputError(f"config.json holds a value that {architecture} cannot use: {error}") from error
 
 
-def _rope(config: Json) -> Rope:
+def read_rope(config: Json) -> Rope:
+    """The rotary embedding of a configuration.
+
+    Raises:
+        ValueError: of a kind that is not implemented.
+        KeyError: a needed value is missing.
+    """
     # transformers 5 writes rope_parameters; before that rope_theta and rope_scaling
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise Unsupported("partial_rotary_factor is not 1")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
@@ -155,7 +165,45 @@ def _rope(config: Json) -> Rope:
             float(parameters["high_freq_factor"]),
             int(parameters["original_max_position_embeddings"]),
         )
-    raise Unsupported(f"rope type {kind!r} is not one of default, linear, llama3")
+    if kind == "yarn":
+        original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        return Rope(
+            theta,
+            kind,
+            float(parameters["factor"]),
+            original_context=int(original),
+            beta_fast=float(parameters.get("beta_fast") or 32),
+            beta_slow=float(parameters.get("beta_slow") or 1),
+            magnitude=_yarn_magnitude(parameters),
+            truncate=bool(parameters.get("truncate", True)),
+        )
+    raise ValueError(f"rope type {kind!r} is not one of default, linear, llama3, yarn")
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's correction of attention for a stretched context (Peng et al. 2023, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_magnitude(parameters: Json) -> float:
+    """Factor of cos and sin."""
+    factor, given = float(parameters["factor"]), parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_scale(factor, float(mscale)) / yarn_scale(factor, float(all_dim))
+    return yarn_scale(factor)
+
+
+def _rope(config: Json) -> Rope:
+    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise Unsupported("partial_rotary_factor is not 1")
+    try:
+        return read_rope(config)
+    except ValueError as reason:
+        raise Unsupported(str(reason)) from None
 
 
 def _windows(config: Json, architecture: str, layers: int) -> tuple[int | None, ...]:

@@ -10,6 +10,7 @@ projection, H query heads, K key/value heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from foretell.models.linear import PackedLinear, pack
 from foretell.models.rope import RopeTable
 from foretell.models.weights import Checkpoint, join
 from foretell.types import NO_NEEDS, Needs
+
+# tensors of a checkpoint that belong to draft heads (`foretell.heads`), not to the model
+HEADS = re.compile(r"medusa_head\.|mtp\.|model\.mtp_layers\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,12 @@ class Decoder:
         self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
     ) -> None:
         # tied checkpoints may store the head all the same; it is the embedding
-        checkpoint.require(_tensor_names(config), ["lm_head.weight"] if config.tied else [])
+        checkpoint.require(_tensor_names(config), ["lm_head.weight"] if config.tied else [], beside=HEADS)
         self.config = config
         self.vocab_size = config.vocab_size
         self.num_layers = config.layers
         self.max_context = config.max_context
+        self.hidden_size = config.hidden
         self.device = device
         self.dtype = dtype
         dims = (config.hidden, config.intermediate, config.head_dim)
@@ -81,7 +86,7 @@ class Decoder:
         """One pass; see `TargetModel.forward`."""
         kernels, eps = self._kernels, self.config.rms_eps
         table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
-        x_TW = F.embedding(batch.token_T, self._embed_VW).to(self.dtype)
+        x_TW = self.embed(batch.token_T)
         delta_TW: Tensor | None = None
         aux_TW: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
@@ -98,8 +103,19 @@ class Decoder:
         if self.num_layers in needs.aux_layers:
             aux_TW[self.num_layers] = x_TW
         rows_RW = h_TW[batch.logit_R]
-        logits_RV = self._head(rows_RW).float() if len(rows_RW) else h_TW.new_empty(0, self.vocab_size)
+        logits_RV = self.head(rows_RW) if len(rows_RW) else h_TW.new_empty(0, self.vocab_size)
         return ForwardOutput(logits_RV, h_TW if needs.last_hidden else None, aux_TW)
+
+    @torch.inference_mode()
+    def embed(self, token_T: Tensor) -> Tensor:
+        """See `TargetModel.embed`."""
+        return F.embedding(token_T, self._embed_VW).to(self.dtype)
+
+    @torch.inference_mode()
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        """See `TargetModel.head`."""
+        logits_RV: Tensor = self._head(hidden_RW.to(self.dtype)).float()
+        return logits_RV
 
 
 def _split_heads(qkv_TF: Tensor, spec: HeadSpec) -> tuple[Tensor, Tensor, Tensor]:

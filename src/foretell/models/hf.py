@@ -124,6 +124,7 @@ class HfModel:
             self.vocab_size = int(config.vocab_size)
             self.num_layers = int(config.num_hidden_layers)
             self.max_context = int(config.max_position_embeddings)
+            self.hidden_size = int(config.hidden_size)
         except AttributeError as error:
             raise InputError(
                 f"{type(graph).__name__} is no attention model that can be run here: {error}"
@@ -155,6 +156,25 @@ class HfModel:
                 f"{batch.attend_calls} calls for {self.num_layers} layers"
             )
         return ForwardOutput(logits_RV, hidden[0] if hidden else None, aux_TW)
+
+    @torch.inference_mode()
+    def embed(self, token_T: Tensor) -> Tensor:
+        """See `TargetModel.embed`."""
+        rows_TW: Tensor = self._graph.get_input_embeddings()(token_T)
+        return rows_TW
+
+    @torch.inference_mode()
+    def head(self, hidden_RW: Tensor) -> Tensor:
+        """See `TargetModel.head`; with the scale or soft cap that the architecture puts on its logits."""
+        config = self._graph.config.get_text_config()
+        logits_RV: Tensor = self._graph.get_output_embeddings()(hidden_RW.to(self.dtype)).float()
+        if scaling := getattr(config, "logits_scaling", None):
+            logits_RV = logits_RV / scaling
+        if scale := getattr(config, "logit_scale", None):
+            logits_RV = logits_RV * scale
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits_RV = cap * torch.tanh(logits_RV / cap)
+        return logits_RV
 
     def _run(self, batch: Batch, state: _Pass) -> Tensor:
         out = self._graph(

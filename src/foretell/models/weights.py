@@ -1,12 +1,15 @@
-"""Reads safetensors checkpoints strictly: what a model needs and no more."""
+"""Reads checkpoints strictly: what a model needs and no more."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
+import pickle
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,20 +25,23 @@ class Checkpoint:
     """The tensors of a model folder, opened lazily.
 
     Args:
+        folder: with safetensors files; or, where `pickled`, with pytorch_model.bin or another .bin or .pt
+            file of tensors (draft heads are published so).
         dtype: convert tensors to it; None = leave them as they are.
 
     Raises:
-        InputError: no safetensors files, or one is damaged or truncated.
+        InputError: no weight files, or one is damaged or truncated.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None, *, pickled: bool = False) -> None:
         self.folder = folder
         self._dtype = dtype
-        self._files = {path: self._open(path) for path in self._paths(folder)}
+        paths = self._paths(folder, pickled)
+        self._files = {path: _open(path) for path in paths}
         self._where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
 
     @staticmethod
-    def _paths(folder: Path) -> list[Path]:
+    def _paths(folder: Path, pickled: bool) -> list[Path]:
         index = folder / "model.safetensors.index.json"
         if index.exists():
             try:
@@ -45,19 +51,14 @@ class Checkpoint:
             paths = [folder / name for name in names]
         else:
             paths = sorted(folder.glob("*.safetensors"))
+        if not paths and pickled:
+            paths = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
         if not paths:
             hint = "save it again with save_pretrained(..., safe_serialization=True)"
             raise InputError(f"{folder} holds no .safetensors file", hint=hint)
         if missing := [path.name for path in paths if not path.exists()]:
             raise InputError(f"{folder} lacks the weight files {', '.join(missing)}")
         return paths
-
-    @staticmethod
-    def _open(path: Path) -> safe_open:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is damaged or truncated: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -71,7 +72,7 @@ class Checkpoint:
         Raises:
             InputError: its shape is not `shape`.
         """
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        tensor = self._files[self._where[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise InputError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor if self._dtype is None else tensor.to(self._dtype)
@@ -85,8 +86,19 @@ class Checkpoint:
             out[name] = count, count * _BYTES.get(part.get_dtype(), 4)
         return out
 
-    def require(self, names: Iterable[str], optional: Iterable[str] = ()) -> None:
-        """Checks that the checkpoint holds exactly these tensors, and maybe the optional ones.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, which is not read."""
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        return self._files[self._where[name]].get_tensor(name).dtype
+
+    def require(
+        self, names: Iterable[str], optional: Iterable[str] = (), beside: re.Pattern[str] | None = None
+    ) -> None:
+        """Checks that the checkpoint holds exactly these tensors, and maybe the optional ones; names that
+        `beside` matches belong to somebody else.
 
         Raises:
             InputError: listing what is missing and what is unknown.
@@ -95,10 +107,62 @@ class Checkpoint:
         problems = []
         if missing := sorted(wanted - held):
             problems.append(f"missing: {', '.join(missing)}")
-        if unknown := sorted(held - wanted - set(optional)):
-            problems.append(f"unknown: {', '.join(unknown)}")
+        unknown = held - wanted - set(optional)
+        if unknown := {name for name in unknown if beside is None or not beside.match(name)}:
+            problems.append(f"unknown: {', '.join(sorted(unknown))}")
         if problems:
             raise InputError(f"{self.folder} does not fit its config.json; {'; '.join(problems)}")
+
+
+class _File(Protocol):
+    """What `safe_open` offers; `_Pickle` offers the same."""
+
+    def keys(self) -> Iterable[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> Any: ...
+
+
+class _Pickle:
+    """Tensors of a file written by torch.save; nothing but tensors is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not all(isinstance(value, Tensor) for value in self._tensors.values()):
+            raise ValueError("it holds something other than tensors")
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+
+def _open(path: Path) -> _File:
+    try:
+        if path.suffix == ".safetensors":
+            opened: _File = safe_open(path, framework="pt")
+            return opened
+        return _Pickle(path)
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise InputError(f"{path} is damaged or truncated: {error}") from error
 
 
 def join(parts: list[Tensor], device: torch.device) -> Tensor:

@@ -1,0 +1,294 @@
+"""Runs a feature head (EAGLE-1/2/3, MTP) over a KV cache of its own.
+
+Row i of the head takes token i + 1 and the feature of token i. Rows of emitted tokens always hold the
+target's true features: what a draft wrote is written over once the target has answered. Rows are computed
+when a draft needs them, for all requests together; a prompt's are computed chunk by chunk. Where a prefix hit
+of the target has left features out that the head's cache does not have either, its cache begins later, with
+its positions shifted.
+
+Shape suffixes: T rows, R rows whose logits are wanted, W feature width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretell.attention import Batch, Segment, attend, pack
+from foretell.cache import KVArena, KVCache, Lease
+from foretell.drafters.base import DraftRequest, Observed
+from foretell.drafters.grow import Candidate, Growth, Shape
+from foretell.heads.base import FeatureHead
+from foretell.kernels import HeadSpec, kernels_for
+from foretell.models.base import TargetModel
+from foretell.models.rope import RopeTable
+from foretell.types import EMPTY_TREE, DraftTree, StepPlan
+
+_log = logging.getLogger(__name__)
+_CHUNK = 512  # features that wait before their rows are computed
+
+
+class HeadRunner:
+    """One pass of a head over packed rows.
+
+    Args:
+        head: ready to run (`foretell.heads.checkpoint.make_ready`).
+        target: lends its embedding and output head where the head has none.
+        slots: tokens that the head's cache holds.
+    """
+
+    def __init__(self, head: FeatureHead, target: TargetModel, slots: int, dtype: torch.dtype) -> None:
+        self.head = head
+        self._target = target
+        device = target.device
+        self.arena = KVArena(1, head.kv_heads, head.dim, slots, dtype, device)
+        self._spec = HeadSpec(head.heads, head.kv_heads, head.dim, head.scale, head.window)
+        self._kernels = kernels_for(device, dtype, (head.dim,))
+        self._rope = RopeTable(head.rope, head.rotated, device)
+        self._target_ids = None if head.target_ids is None else head.target_ids.to(device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, feature_TW: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [T, W] for the next rows, and target logits [R, V] of `batch.logit_R`."""
+        table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
+        angles = table[0][batch.position_T], table[1][batch.position_T]
+
+        def mix(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            return attend(0, q_THD, k_TKD, v_TKD, batch, self._spec, self._kernels)
+
+        out_TW = self.head.step(self._embed(batch), feature_TW, angles, mix)
+        return self.head.feedback(out_TW), self._logits(out_TW[batch.logit_R])
+
+    def _embed(self, batch: Batch) -> Tensor:
+        if self.head.embedding is None:
+            embed_TW = self._target.embed(batch.token_T)
+        else:
+            embed_TW = self.head.embedding(batch.token_T).to(self.arena.keys_LKSD.dtype)
+        if self.head.zero_first:
+            embed_TW = embed_TW.masked_fill((batch.position_T == 0)[:, None], 0)
+        return embed_TW
+
+    def _logits(self, out_RW: Tensor) -> Tensor:
+        """Over the target's ids; -inf for those that the head does not know."""
+        if not len(out_RW):
+            return out_RW.new_empty(0, self._target.vocab_size)
+        own_RV = self.head.logits(out_RW)
+        if own_RV is None:
+            return self._target.head(self.head.normed(out_RW))
+        if self._target_ids is None and own_RV.shape[1] == self._target.vocab_size:
+            return own_RV
+        logits_RV = own_RV.new_full((len(own_RV), self._target.vocab_size), -torch.inf)
+        if self._target_ids is None:
+            logits_RV[:, : own_RV.shape[1]] = own_RV
+        else:
+            logits_RV[:, self._target_ids] = own_RV
+        return logits_RV
+
+
+@dataclass(slots=True)
+class _State:
+    """A request in the head's cache: slot j holds the row at position `shift` + j.
+
+    Attributes:
+        keys: what each slot was computed from, for prefix reuse; the lease's own list.
+        waiting: features of the positions behind the lease's length, [rows, W] each.
+    """
+
+    keys: list[int]
+    lease: Lease
+    shift: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
+
+    def begin_at(self, start: int) -> None:
+        """Features before `start` were left out by a prefix hit: the cache begins there."""
+        self.shift, self.waiting, self.lease.length = start, [], 0
+        self.keys.clear()
+
+    @property
+    def unread(self) -> int:
+        """Rows that can be computed."""
+        return sum(map(len, self.waiting))
+
+    @property
+    def known(self) -> int:
+        """Tokens of the request whose features have come."""
+        return self.shift + self.lease.length + self.unread
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A tree under construction; `feature_PW` are the head's outputs for placed candidates, row 0 for the
+    root."""
+
+    request: DraftRequest
+    state: _State
+    growth: Growth
+    outputs: list[Tensor] = field(default_factory=list)
+    newest: list[Candidate] = field(default_factory=list)
+
+
+class FeatureDrafter:
+    """See `Drafter`.
+
+    Args:
+        runner: the head.
+        shape: of its trees; may be changed between drafts.
+        scratch: rows of a draft that its cache holds beside a request.
+        draft_tokens: see `Drafter`.
+        min_prob: least confidence of a drafted token.
+    """
+
+    expects = 0.05
+
+    def __init__(
+        self, runner: HeadRunner, shape: Shape, scratch: int, draft_tokens: int, min_prob: float = 0.0
+    ) -> None:
+        self.runner = runner
+        self.needs = runner.head.needs
+        self.draft_tokens = draft_tokens
+        self._shape, self._scratch, self._min_prob = shape, scratch, min_prob
+        self._cache = KVCache(runner.arena)
+        self._states: dict[int, _State] = {}
+
+    def start(self, request: DraftRequest) -> None:
+        """Reserves room in the head's cache, with the rows that an earlier request has left there."""
+        limit = self.runner.head.max_context
+        if len(request.tokens) >= limit:
+            _log.warning(
+                "request %d gets no drafts: %d tokens, the head's context holds %d",
+                request.id,
+                len(request.tokens),
+                limit,
+            )
+            return
+        keys: list[int] = []
+        _learn(keys, request.tokens, 0)
+        lease = self._cache.reserve(keys, min(request.capacity, limit) + self._scratch, whole=True)
+        if lease is None:
+            _log.warning("request %d gets no drafts: the head's cache is full", request.id)
+            return
+        self._states[request.id] = _State(keys, lease)
+
+    def observe(self, request: DraftRequest, seen: Observed) -> None:
+        """Takes the true features of tokens that the target has read."""
+        if (state := self._states.get(request.id)) is None:
+            return
+        feature_TW = self.runner.head.features(seen.hidden_TW, seen.aux_TW)
+        if seen.start > state.known:
+            state.begin_at(seen.start)
+        _learn(state.keys, request.tokens, state.shift)
+        new = feature_TW[state.known - seen.start :]
+        if len(new):
+            state.waiting.append(new)
+        while state.unread >= _CHUNK and state.known < len(request.tokens):
+            self._read([request], logits=False)
+
+    def finish(self, request: DraftRequest) -> None:
+        """Gives the request's slots back."""
+        if state := self._states.pop(request.id, None):
+            if state.shift:  # its rows have not seen the beginning of the text
+                state.lease.length = 0
+            self._cache.release(state.lease)
+
+    def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
+        """A tree per request, grown for all of them together."""
+        drafts: dict[int, _Draft] = {}
+        for request, plan in zip(requests, plans, strict=True):
+            state = self._states.get(request.id)
+            if state is None or not plan.draft_tokens or not self._ready(request, state):
+                continue
+            growth = Growth(self._shape, plan.draft_tokens, request.end_ids, self._min_prob)
+            drafts[request.id] = _Draft(request, state, growth)
+        if drafts:
+            self._plant(list(drafts.values()))
+        while growing := [d for d in drafts.values() if self._expand(d)]:
+            self._grow(growing)
+        return [drafts[r.id].growth.tree() if r.id in drafts else EMPTY_TREE for r in requests]
+
+    def _ready(self, request: DraftRequest, state: _State) -> bool:
+        """Whether the feature before the last token has just come, and the head's context has room."""
+        complete = state.unread > 0 and state.known == len(request.tokens) - 1
+        return complete and len(request.tokens) < self.runner.head.max_context
+
+    def _plant(self, drafts: list[_Draft]) -> None:
+        """Computes the rows that wait, and what may follow the last token."""
+        feature_TW, logits_RV = self._read([d.request for d in drafts], logits=True)
+        for draft, out_W, logits_V in zip(drafts, feature_TW, logits_RV, strict=True):
+            draft.outputs.append(out_W)
+            ranked = draft.request.sampler.rank(logits_V, [], draft.growth.shape.width(()))
+            draft.growth.offer(None, ranked)
+
+    def _read(self, requests: Sequence[DraftRequest], *, logits: bool) -> tuple[Tensor, Tensor]:
+        """Computes the waiting rows: the output of each request's last row, and its logits."""
+        segments, features, last, row = [], [], [], 0
+        for request in requests:
+            state = self._states[request.id]
+            count, start = state.unread, state.lease.length
+            first = state.shift + start + 1
+            tokens = request.tokens[first : first + count]
+            segments.append(Segment(state.lease.start, start, tokens, logits=logits, shift=state.shift))
+            features += state.waiting
+            row += count
+            last.append(row - 1)
+        out_TW, logits_RV = self.runner.forward(pack(segments, self.runner.arena), torch.cat(features))
+        for request in requests:
+            state = self._states[request.id]
+            state.lease.length += state.unread
+            state.waiting = []
+        return out_TW[last], logits_RV
+
+    def _expand(self, draft: _Draft) -> bool:
+        """Chooses the next level; False where the tree is done."""
+        room = self._scratch - len(draft.growth.placed)
+        depth = len(draft.newest[0].ranks) if draft.newest else 0
+        if len(draft.request.tokens) + depth >= self.runner.head.max_context:
+            return False
+        draft.newest = draft.growth.next_level()
+        assert len(draft.newest) <= room, "the shape outgrew the cache"
+        return bool(draft.newest)
+
+    def _grow(self, drafts: list[_Draft]) -> None:
+        """Computes the rows of the newest level of every tree."""
+        segments, features = [], []
+        for draft in drafts:
+            growth, state = draft.growth, draft.state
+            stored = len(growth.placed) - len(draft.newest)
+            tokens, parents = [c.token for c in growth.placed], growth.parents()
+            segments.append(
+                Segment(
+                    state.lease.start,
+                    state.lease.length,
+                    (),
+                    tokens,
+                    parents,
+                    stored=stored,
+                    shift=state.shift,
+                )
+            )
+            features += [draft.outputs[parent + 1] for parent in parents[stored:]]
+        batch = pack(segments, self.runner.arena)
+        out_TW, logits_RV = self.runner.forward(batch, torch.stack(features))
+        row = 0
+        for draft in drafts:
+            for candidate in draft.newest:
+                draft.outputs.append(out_TW[row])
+                width = draft.growth.shape.width(candidate.ranks)
+                ahead = draft.growth.ahead(candidate)
+                draft.growth.offer(candidate, draft.request.sampler.rank(logits_RV[row], ahead, width))
+                row += 1
+
+
+def _learn(keys: list[int], tokens: Sequence[int], shift: int) -> None:
+    """Extends the keys of rows from position `shift` on. The first token has no row of its own, so the
+    first key names it too. Rows of a shifted cache have not seen the beginning: their keys are no other
+    request's."""
+    new = list(tokens[shift + 1 + len(keys) :])
+    if shift:
+        new = [-1 - token for token in new]
+    elif new and not keys:
+        new[0] += (tokens[0] + 1) << 32
+    keys += new

@@ -1,0 +1,42 @@
+"""The multi-token prediction module that a model brings along, chained (`foretell.heads.mtp`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretell.drafters.base import DrafterContext
+from foretell.drafters.eagle import FeatureOptions, feature_drafter
+from foretell.drafters.feature import FeatureDrafter
+from foretell.errors import InputError
+from foretell.heads.checkpoint import make_ready
+from foretell.heads.mtp import load_mtp
+from foretell.models.load import compute_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MtpOptions(FeatureOptions):
+    """Options of the MTP drafter.
+
+    Args:
+        depth: longest draft, in tokens; the module was trained for the first, and is applied to its own
+            output for the others.
+        top_k: candidates that are followed per level, and followers of each.
+        tree: "dynamic" (most confident first), "eagle1" (a fixed tree of 25 nodes), or a JSON file of
+            paths.
+        min_prob: draft only tokens with at least this confidence.
+    """
+
+    depth: int = 3
+    top_k: int = 2
+
+
+def build(context: DrafterContext, argument: str | None, options: MtpOptions) -> FeatureDrafter:
+    """See `DrafterEntry.build`; without an argument the module is in the target's own checkpoint."""
+    folder = Path(argument) if argument else context.folder
+    if folder is None:
+        raise InputError("drafter 'mtp' needs the folder of a module here", hint="mtp:PATH")
+    target = context.target
+    head = load_mtp(folder, target.hidden_size, target.vocab_size)
+    make_ready(head, target.device, compute_dtype(target.device))
+    return feature_drafter(context, head, options)

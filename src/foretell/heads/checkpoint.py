@@ -1,0 +1,128 @@
+"""Reads a head from its published checkpoint, strictly, and makes it ready to run.
+
+Many engines load a head whose names do not match without a word: random weights, acceptance near zero,
+output still right. Here missing, unknown and misshaped tensors are an error that lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from foretell.errors import InputError
+from foretell.heads.layers import Slot
+from foretell.models.config import read_config
+from foretell.models.linear import pack
+from foretell.models.weights import Checkpoint
+
+_HARMLESS = ("rotary_emb.inv_freq",)  # written by old exporters, derived from the config
+
+
+class Head(Protocol):
+    """A module that knows its published tensors."""
+
+    def slots(self) -> Iterable[Slot]: ...
+
+
+H = TypeVar("H", bound=nn.Module)
+
+
+def open_folder(folder: Path) -> tuple[dict[str, Any], Checkpoint]:
+    """Configuration and tensors of a head's folder.
+
+    Raises:
+        InputError: one of them is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder", hint="give the folder of a draft head's checkpoint")
+    return read_config(folder), Checkpoint(folder, pickled=True)
+
+
+def configured(folder: Path, make: Callable[[], H]) -> H:
+    """What `make` builds from a configuration, without memory for its parameters.
+
+    Raises:
+        InputError: the configuration lacks a key or holds a bad value.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except KeyError as error:
+        raise InputError(f"{folder}/config.json lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{folder}/config.json holds a value that cannot be used: {error}") from error
+
+
+def fill(
+    head: H,
+    slots: Callable[[], Iterable[Slot]],
+    checkpoint: Checkpoint,
+    *,
+    rename: Callable[[str], str] = str,
+    ignore: str = "",
+) -> H:
+    """Reads every slot of a head that `configured` made.
+
+    Args:
+        slots: of the head, asked again once it has memory.
+        rename: from a slot's name to the checkpoint's.
+        ignore: pattern of tensors of the file that are not the head's.
+
+    Raises:
+        InputError: missing, unknown or misshaped tensors, all of them.
+    """
+    wanted = {rename(slot.name): slot for slot in slots()}
+    held = {name for name in checkpoint if not name.endswith(_HARMLESS)}
+    if ignore:
+        held = {name for name in held if not re.match(ignore, name)}
+    problems = []
+    if missing := sorted(wanted.keys() - held):
+        problems.append(f"missing: {', '.join(missing)}")
+    if unknown := sorted(held - wanted.keys()):
+        problems.append(f"unknown: {', '.join(unknown)}")
+    shapes = {name: (slot.rows, *slot.value.shape[1:]) for name, slot in wanted.items() if name in held}
+    wrong = [
+        f"{name} is {checkpoint.shape(name)}, expected {shape}"
+        for name, shape in sorted(shapes.items())
+        if checkpoint.shape(name) != shape
+    ]
+    if wrong:
+        problems.append(f"misshaped: {'; '.join(wrong)}")
+    if problems:
+        raise InputError(
+            f"{checkpoint.folder} is not the head that its config.json describes; {'; '.join(problems)}"
+        )
+    floating = {checkpoint.dtype(name) for name in wanted} & {torch.float16, torch.bfloat16, torch.float32}
+    head.to_empty(device="cpu")
+    head.to(floating.pop() if len(floating) == 1 else torch.float32)
+    with torch.no_grad():
+        for slot in slots():
+            slot.view.copy_(checkpoint.get(rename(slot.name), (slot.rows, *slot.value.shape[1:])))
+    return head
+
+
+def make_ready(head: H, device: torch.device, dtype: torch.dtype) -> H:
+    """For inference: weights laid out for the machine, everything else in `dtype`."""
+    head.requires_grad_(False)
+    for module in list(head.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                weight_OI, bias_O = child.weight.data.to(device), child.bias
+                setattr(
+                    module, name, pack(weight_OI, None if bias_O is None else bias_O.data.to(device), dtype)
+                )
+    head.to(device=device)
+    for parameter in head.parameters():
+        if parameter.is_floating_point() and parameter.ndim == 1:
+            parameter.data = parameter.data.to(dtype)
+    return head.eval()
+
+
+def tensors(slots: Iterable[Slot]) -> Mapping[str, torch.Tensor]:
+    """The published tensors of a head, for writing a checkpoint."""
+    return {slot.name: slot.view.detach().contiguous() for slot in slots}
