@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from foretell.attention import Segment, pack
 from foretell.drafters import build_drafter
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
@@ -22,12 +24,16 @@ def generate(model, prompt: Sequence[int], params: SamplingParams, end_ids=froze
     ends = (frozenset() if params.ignore_eos else end_ids) | params.stop_ids
     sampler = Sampler(params, tokens, len(prompt), params.seed or 0, ends)
     while len(tokens) - len(prompt) < params.max_tokens:
-        arena = model.new_arena(len(tokens))
-        logits = model.forward(pack([Segment(0, 0, list(tokens))], arena)).logits_RV[0]
-        tokens.append(sampler.choose(logits))
+        tokens.append(sampler.choose(logits_after(model, tokens)))
         if tokens[-1] in ends:
             break
     return tokens[len(prompt) :]
+
+
+def logits_after(model, tokens: Sequence[int]) -> Tensor:
+    """The model's logits [V] after a text, from scratch."""
+    batch = pack([Segment(0, 0, list(tokens))], model.new_arena(len(tokens)))
+    return model.forward(batch).logits_RV[0]
 
 
 class Fortune:

@@ -11,6 +11,7 @@ import torch
 from foretell.attention import Segment, pack
 from foretell.models.decoder import load_decoder
 from foretell.models.hf import TESTED, load_hf
+from foretell.types import Needs
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -50,6 +51,22 @@ def prefill_logits(model, tokens: list[int]) -> torch.Tensor:
     return model.forward(pack([Segment(0, 0, tokens[:1], tokens[1:], chain)], arena)).logits_RV
 
 
+def check_states(model, reference) -> None:
+    """What draft heads read: every layer's input, the last hidden states, embedding and output head."""
+    layers = tuple(range(model.num_layers))
+    batch = pack([Segment(0, 0, PROMPT)], model.new_arena(16))
+    out = model.forward(batch, Needs(last_hidden=True, aux_layers=layers))
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        wanted = reference(input_ids=ids, use_cache=False, output_hidden_states=True)
+        embedded = reference.get_input_embeddings()(ids)[0]
+    for layer in layers:
+        torch.testing.assert_close(out.aux_TW[layer], wanted.hidden_states[layer][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.head(out.hidden_TW), wanted.logits[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.embed(ids[0]), embedded, atol=1e-6, rtol=1e-6)
+    assert model.hidden_size == out.hidden_TW.shape[1]
+
+
 @pytest.mark.parametrize("name", zoo.OWN)
 def test_decoder_equals_transformers(name, model_folder):
     model, reference = load_decoder(model_folder(name), torch.float32, CPU), zoo.build(name)
@@ -57,6 +74,7 @@ def test_decoder_equals_transformers(name, model_folder):
         prefill_logits(model, PROMPT), zoo.path_logits(reference, PROMPT), atol=1e-4, rtol=1e-4
     )
     check_parity(model, reference)
+    check_states(model, reference)
 
 
 @pytest.mark.parametrize("name", list(zoo.FAMILY))
@@ -66,6 +84,7 @@ def test_hf_adapter_equals_transformers(name, model_folder):
         prefill_logits(model, PROMPT), zoo.path_logits(reference, PROMPT), atol=1e-4, rtol=1e-4
     )
     check_parity(model, reference)
+    check_states(model, reference)
 
 
 def test_every_architecture_of_the_table_is_tested():

@@ -214,7 +214,7 @@ class HfModel:
         hooks = []
         if needs.last_hidden:
             hooks.append(
-                self._graph.base_model.register_forward_hook(
+                self._graph.get_decoder().register_forward_hook(
                     lambda _m, _i, out: hidden.append(out.last_hidden_state[0])
                 )
             )
