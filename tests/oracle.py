@@ -11,6 +11,7 @@ from foretell.attention import Segment, pack
 from foretell.drafters import build_drafter
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from foretell.drafters.translate import SameVocabulary
 from foretell.engine import Engine, Request
 from foretell.planner import FixedPlanner
 from foretell.sampling import Sampler
@@ -122,7 +123,8 @@ def engine(
 def draft_model(model, target, slots: int = 512, width: int = 1) -> DraftModelDrafter:
     """The draft-model drafter around a model that is already loaded."""
     shared = min(model.vocab_size, target.vocab_size)
-    return DraftModelDrafter(model, shared, target.vocab_size, slots, DraftModelOptions(width))
+    same = SameVocabulary(shared, model.vocab_size, target.vocab_size)
+    return DraftModelDrafter(model, same, slots, DraftModelOptions(width))
 
 
 def run(engine: Engine, prompts, params, end_ids=frozenset()) -> list[Request]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from foretell.attention import Segment, pack
 from foretell.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from foretell.drafters.translate import SameVocabulary
 from foretell.engine.detokenize import Detokenizer
 from foretell.types import SamplingParams
 from tests import oracle
@@ -200,7 +201,8 @@ def test_11_padded_vocabularies(padded, rule, decoder):
     target = decoder("llama", vocab_size=sizes["target"])
     draft = decoder("llama", vocab_size=sizes["draft"], num_hidden_layers=1)
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
-    drafter = DraftModelDrafter(draft, 96, target.vocab_size, 256, DraftModelOptions(width=2))
+    same = SameVocabulary(96, draft.vocab_size, target.vocab_size)
+    drafter = DraftModelDrafter(draft, same, 256, DraftModelOptions(width=2))
     (request,) = oracle.run(oracle.engine(target, drafter, rule=rule), [PROMPT], params)
     assert request.stats.drafts > 0
     if rule == "coupled":

@@ -13,6 +13,7 @@ from foretell.attention import Segment, pack
 from foretell.bench.identity import check_identity
 from foretell.bench.items import conversations
 from foretell.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from foretell.drafters.translate import SameVocabulary
 from foretell.types import SamplingParams
 from tests import zoo
 
@@ -84,7 +85,8 @@ def test_twenty_prompts_are_token_identical(plain, random_draft):
     prefix hits. `foretell bench identity` runs the same check for longer answers and real drafts."""
     items = conversations("identity", plain, max_tokens=16)
     assert len(items) == 20
-    drafter = DraftModelDrafter(random_draft, 49152, 49152, 16384, DraftModelOptions(width=2))
+    same = SameVocabulary(49152, 49152, 49152)
+    drafter = DraftModelDrafter(random_draft, same, 16384, DraftModelOptions(width=2))
     drafted = LLM(plain.loaded, drafter=drafter, draft_tokens=3)
     methods = {"ngram": LLM(plain.loaded, drafter="ngram"), "draft": drafted}
     checks = check_identity(plain, methods, items, lambda: None)

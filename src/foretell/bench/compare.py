@@ -38,6 +38,7 @@ class Row:
         tokens_per_s: emitted tokens over wall-clock seconds, prompts included.
         ratio: wall-clock seconds of plain over this method's, medians of the repeats.
         identical: answers equal to plain's, of `answers`.
+        stats: of all runs together.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Row:
     tokens_per_step: float
     identical: int
     answers: int
+    stats: StepStats
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -112,7 +114,7 @@ def summarise(runs: Sequence[Run], by_task: bool = True) -> list[Row]:
             same = sum(run.completion.token_ids == wanted[run.item.id] for run in own)
             per_step = stats.emitted / stats.steps
             rows.append(
-                Row(method, task, tokens / seconds, base / seconds, stats.al, per_step, same, len(own))
+                Row(method, task, tokens / seconds, base / seconds, stats.al, per_step, same, len(own), stats)
             )
     return rows
 

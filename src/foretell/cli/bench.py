@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foretell.bench.identity import Check
 
 app = typer.Typer(
-    name="bench", help="Measure: step times, code editing, token identity.", no_args_is_help=True
+    name="bench", help="Measure: step times, drafters, code editing, token identity.", no_args_is_help=True
 )
 
 OutOpt = Annotated[Path, typer.Option("--out", help="Folder for PNG and JSON files.", show_default=True)]
@@ -150,6 +150,90 @@ def identity(
         _print_checks(plain, checks)
     if any(check.differences for check in checks):
         raise typer.Exit(1)
+
+
+@app.command()
+def drafters(
+    model: opt.ModelOpt = "smollm2-135m",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option("--drafter", help="Repeatable.  [default: those that need nothing else]"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Spec-Bench's JSONL.  [default: built-in prompts]", exists=False),
+    ] = None,
+    per_task: Annotated[
+        int, typer.Option("--per-task", help="Questions per task.", show_default=True, min=1)
+    ] = 10,
+    max_tokens: opt.MaxTokensOpt = 128,
+    draft_tokens: opt.DraftTokensOpt = None,
+    as_json: opt.JsonOpt = False,
+    out: OutOpt = _OUT,
+) -> None:
+    """Every drafter against plain decoding, per task: acceptance by position, costs, speed, identity."""
+    from foretell.api import LLM
+    from foretell.bench import drafters as bench
+    from foretell.bench.compare import compare, summarise
+    from foretell.drafters import DRAFTERS
+    from foretell.types import SamplingParams
+
+    _folder(out)
+    free = [n for n, e in DRAFTERS.items() if e.argument is None and n != "none"]
+    names = list(dict.fromkeys(drafter or free))
+    with model_progress() as report:
+        plain = LLM(model, drafter="none", report=report)
+        methods = {"plain": plain}
+        for name in names:
+            methods[name] = LLM(plain.loaded, drafter=name, draft_tokens=draft_tokens, report=report)
+    items = bench.questions(data, plain, per_task, max_tokens)
+    with progress_bar() as bar:
+        task = bar.add_task("methods in turn", total=len(items) * len(methods))
+        runs = compare(methods, items, SamplingParams(), 1, lambda run: bar.advance(task))
+    rows, overall = summarise(runs), summarise(runs, by_task=False)
+    facts = {"model": model, "data": str(data or "built-in"), "per_task": per_task, "max_tokens": max_tokens}
+    values = [bench.to_json(row) for row in [*rows, *overall]]
+    _save(out, "drafters", {**facts, "runs": [run.to_json() for run in runs]}, values)
+    bench.plot(rows, overall, out / "drafters.png", f"{model}, greedy, {len(items)} prompts")
+    if as_json:
+        for value in values:
+            print_json(value)
+    else:
+        _print_drafters(f"{model}, greedy, up to {max_tokens} tokens, {len(items)} prompts", values)
+
+
+def _print_drafters(title: str, values: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title)
+    columns = (
+        "AL",
+        "kept at 1 / 2 / 3 / 4",
+        "drafted",
+        "draft ms",
+        "target ms",
+        "tokens/s",
+        "ratio",
+        "lossless",
+    )
+    for name in ("task", "method", *columns):
+        table.add_column(name, justify="left" if name in ("task", "method") else "right")
+    for before, value in zip([None, *values], values, strict=False):
+        if before is not None and before["task"] != value["task"]:
+            table.add_section()
+        table.add_row(
+            value["task"],
+            value["method"],
+            f"{value['al']:.2f}",
+            " / ".join(f"{share:.2f}" for share in value["marginal_acceptance"][:4]),
+            f"{value['drafted_per_step']:.1f}",
+            f"{value['draft_ms']:.2f}",
+            f"{value['target_ms']:.1f}",
+            f"{value['tokens_per_s']:.1f}",
+            f"{value['ratio_to_plain']:.2f}x",
+            "yes" if value["lossless"] else "NO",
+        )
+    stdout().print(table)
 
 
 def _print_checks(plain: LLM, checks: list[Check]) -> None:

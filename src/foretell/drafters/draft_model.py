@@ -1,31 +1,37 @@
-"""A smaller model of the same vocabulary drafts (Leviathan et al. 2023; Chen et al. 2023).
+"""A smaller model drafts (Leviathan et al. 2023; Chen et al. 2023), of the same vocabulary or another.
 
 All requests draft together, token by token, over the draft's own KV cache. `width` > 1 adds the
 runners-up of each position as siblings: they cost the draft nothing and the target a row each.
 
-Shape suffixes: R requests, V vocabulary.
+Across vocabularies (`translate.py`) the draft proposes tokens that both have; or, where those are few, it
+writes text in its own tokens, which the target's tokenizer reads.
+
+Shape suffixes: R requests, V target vocabulary, U draft vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.attention import Segment, pack
 from foretell.cache import KVCache, Lease
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
+from foretell.drafters.translate import SameVocabulary, TokenMap, Translation
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan
+from foretell.models.tokenizer import Tokenizer
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, chain
 
 _log = logging.getLogger(__name__)
 
 _CHUNK = 512  # tokens of a prompt that the draft reads in one pass
+_ENOUGH = 0.5  # share of the draft's tokens in common from which on they are enough
+_WAYS = ("auto", "tokens", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,59 +40,127 @@ class DraftModelOptions:
 
     Args:
         width: candidates per position; the first is followed, the others are leaves.
+        across: between vocabularies: "tokens" (propose those in common), "text" (write text, read it with
+            the target's tokenizer), "auto" (tokens where half of the draft's are common).
     """
 
     width: int = 1
+    across: str = "auto"
 
     def __post_init__(self) -> None:
         if self.width < 1:
             raise InputError(f"width must be at least 1, got {self.width}")
+        if self.across not in _WAYS:
+            raise InputError(f"across must be one of {', '.join(_WAYS)}, got {self.across!r}")
 
 
 @dataclass(slots=True)
 class _State:
-    """A request in the draft's cache. `ahead` are drafted tokens whose K and V lie behind the lease's
-    length, waiting for the verdict."""
+    """A request in the draft's cache.
 
+    Attributes:
+        known: draft ids of the request's tokens, of which `translated` have been translated; the lease's
+            own list.
+        ahead: drafted ids whose K and V lie behind the lease's length, waiting for the verdict.
+    """
+
+    known: list[int]
+    translated: int
     lease: Lease
     ahead: list[int] = field(default_factory=list)
 
 
+class _Growing(Protocol):
+    """A draft under construction; `stem` are the draft's own ids that it follows."""
+
+    request: DraftRequest
+    state: _State
+    stem: list[int]
+
+    @property
+    def open(self) -> bool:
+        """Whether another position may be drafted."""
+        ...
+
+    def take(self, logits_U: Tensor) -> None:
+        """Goes on from the draft's logits after the stem."""
+        ...
+
+    def tree(self) -> DraftTree:
+        """What is proposed."""
+        ...
+
+
 @dataclass(slots=True)
-class _Growing:
-    """A tree under construction: its stem is the chain that the draft follows."""
+class _Tokens:
+    """A chain of target tokens with siblings."""
 
     request: DraftRequest
     state: _State
     budget: int
+    width: int
+    translation: Translation
     stem: list[int] = field(default_factory=list)
+    followed: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     log_q: list[Tensor | None] = field(default_factory=lambda: [None])
     tip: int = -1
+    stuck: bool = False
 
-    def grow(self, drawn: list[int], log_q_V: Tensor | None) -> None:
+    @property
+    def open(self) -> bool:
+        """Within the budget, the draft's cache and the answer."""
+        ended = bool(self.followed) and self.followed[-1] in self.request.end_ids
+        fits = len(self.state.known) + len(self.stem) <= self.state.lease.capacity
+        return len(self.tokens) < self.budget and fits and not ended and not self.stuck
+
+    def take(self, logits_U: Tensor) -> None:
         """Adds siblings at the tip and moves the tip to the first of them."""
-        self.log_q[self.tip + 1] = log_q_V
+        scores_V = self.translation.scores(logits_U)
+        drawn, log_q_V = self.request.sampler.draw(scores_V, self.followed, self.width)
+        if not drawn:  # what the draft could say is filtered out
+            self.stuck = True
+            return
+        self.log_q[self.tip + 1] = None if log_q_V is None else self.translation.log_q(log_q_V)
         first = len(self.tokens)
         for token in drawn[: self.budget - len(self.tokens)]:
             self.tokens.append(token)
             self.parents.append(self.tip)
             self.log_q.append(None)
         self.tip = first
-        self.stem.append(self.tokens[first])
+        self.followed.append(self.tokens[first])
+        self.stem += self.translation.more(self.followed[-1:])
+
+    def tree(self) -> DraftTree:
+        """With what the tokens were drawn from, where the rule reads it."""
+        drawn = any(row is not None for row in self.log_q)
+        return DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.log_q) if drawn else None)
+
+
+@dataclass(slots=True)
+class _Text:
+    """The draft's likeliest text, as a chain of target tokens."""
+
+    request: DraftRequest
+    state: _State
+    budget: int
+    map: TokenMap
+    stem: list[int] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
-        """Whether another position may be drafted: within the budget, the draft's context and the
-        answer."""
-        ended = bool(self.stem) and self.stem[-1] in self.request.end_ids
-        fits = len(self.request.tokens) + len(self.stem) <= self.state.lease.capacity
-        return len(self.tokens) < self.budget and fits and not ended
+        """Within the budget and the draft's cache."""
+        fits = len(self.state.known) + len(self.stem) <= self.state.lease.capacity
+        return len(self.stem) < self.budget and fits
+
+    def take(self, logits_U: Tensor) -> None:
+        """Follows the likeliest."""
+        self.stem.append(int(logits_U.argmax()))
 
     def tree(self) -> DraftTree:
-        drawn = any(row is not None for row in self.log_q)
-        return DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.log_q) if drawn else None)
+        """Deterministic: exact under every rule."""
+        return chain(self.map.to_target(self.stem)[: self.budget])
 
 
 class DraftModelDrafter:
@@ -94,9 +168,9 @@ class DraftModelDrafter:
 
     Args:
         model: the draft.
-        vocabulary: ids that draft and target share; logits beyond are padding and are cut.
-        target_vocabulary: width of the target's logits.
+        translation: from the target's tokens to its own.
         slots: tokens of all requests that the draft's cache holds.
+        text: whether it writes text (`translation` must be a `TokenMap`).
     """
 
     needs = NO_NEEDS
@@ -106,36 +180,38 @@ class DraftModelDrafter:
     def __init__(
         self,
         model: TargetModel,
-        vocabulary: int,
-        target_vocabulary: int,
+        translation: Translation,
         slots: int,
         options: DraftModelOptions,
+        *,
+        text: bool = False,
     ) -> None:
         self._model = model
-        self._vocabulary = vocabulary
-        self._padding = target_vocabulary - vocabulary
+        self._translation = translation
         self._options = options
         self._cache = KVCache(model.new_arena(slots))
         self._states: dict[int, _State] = {}
+        self._grower: Callable[[DraftRequest, _State, int], _Growing] = self._grower_of(text)
 
     def start(self, request: DraftRequest) -> None:
         """Reserves room in the draft's cache. A prompt beyond the draft's context gets none: the
         request is decoded without drafts."""
         context = self._model.max_context
-        if len(request.tokens) < context:
-            lease = self._cache.reserve(request.tokens, min(request.capacity, context))
-            if lease is not None:
-                self._states[request.id] = _State(lease)
-                return
-            _log.warning("request %d gets no drafts: the draft's cache is full", request.id)
-        else:
-            length = len(request.tokens)
+        known = self._translation.prompt(request.tokens)
+        if not 0 < len(known) < context:
             _log.warning(
                 "request %d gets no drafts: %d tokens, the draft's context holds %d",
                 request.id,
-                length,
+                len(known),
                 context,
             )
+            return
+        room = len(known) + self._spread * (request.capacity - len(request.tokens))
+        lease = self._cache.reserve(known, min(room, context))
+        if lease is None:
+            _log.warning("request %d gets no drafts: the draft's cache is full", request.id)
+            return
+        self._states[request.id] = _State(known, len(request.tokens), lease)
 
     def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
         """A chain with siblings per request, drafted for all of them together."""
@@ -144,14 +220,10 @@ class DraftModelDrafter:
             state = self._states.get(request.id)
             if state is None or not plan.draft_tokens:
                 continue
-            growing[request.id] = _Growing(request, state, plan.draft_tokens)
+            growing[request.id] = self._grower(request, state, plan.draft_tokens)
         while active := [g for g in growing.values() if g.open]:
-            logits_RV = self._read(active)
-            for g, logits_V in zip(active, logits_RV, strict=True):
-                drawn, log_q_V = g.request.sampler.draw(logits_V, g.stem, self._options.width)
-                if log_q_V is not None:
-                    log_q_V = F.pad(log_q_V, (0, self._padding), value=-torch.inf)
-                g.grow(drawn, log_q_V)
+            for g, logits_U in zip(active, self._read(active), strict=True):
+                g.take(logits_U)
         return [growing[r.id].tree() if r.id in growing else EMPTY_TREE for r in requests]
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
@@ -159,11 +231,15 @@ class DraftModelDrafter:
         if (state := self._states.get(request.id)) is None:
             return
         lease = state.lease
+        state.known += self._translation.more(request.tokens[state.translated :])
+        state.translated = len(request.tokens)
         for token in state.ahead:
             # the last token stays unread: its logits start the next draft
-            if lease.length + 1 >= len(request.tokens) or request.tokens[lease.length] != token:
+            if lease.length + 1 >= len(state.known) or state.known[lease.length] != token:
                 break
             lease.length += 1
+        # a token that is nothing to the draft adds no id; then its last one is read again
+        lease.length = min(lease.length, len(state.known) - 1)
         state.ahead.clear()
 
     def finish(self, request: DraftRequest) -> None:
@@ -171,41 +247,51 @@ class DraftModelDrafter:
         if state := self._states.pop(request.id, None):
             self._cache.release(state.lease)
 
-    def _read(self, active: list[_Growing]) -> Tensor:
-        """The draft's logits [R, V] after each stem."""
+    @property
+    def _spread(self) -> int:
+        """Draft tokens that a target's token may become."""
+        return 1 if isinstance(self._translation, SameVocabulary) else 2
+
+    def _grower_of(self, text: bool) -> Callable[[DraftRequest, _State, int], _Growing]:
+        width, translation = self._options.width, self._translation
+        if text:
+            assert isinstance(translation, TokenMap)
+            mapping = translation
+            return lambda request, state, budget: _Text(request, state, budget, mapping)
+        return lambda request, state, budget: _Tokens(request, state, budget, width, translation)
+
+    def _read(self, active: Sequence[_Growing]) -> Tensor:
+        """The draft's logits [R, U] after each stem."""
         self._catch_up(active)
         segments = []
         for g in active:
             lease, ahead = g.state.lease, g.state.ahead
-            unread = g.request.tokens[lease.length :] or g.stem[len(ahead) :]
-            segments.append(Segment(lease.start, lease.length + len(ahead), self._known(unread)))
+            unread = g.state.known[lease.length :] or g.stem[len(ahead) :]
+            segments.append(Segment(lease.start, lease.length + len(ahead), unread))
         output = self._model.forward(pack(segments, self._cache.arena))
         for g in active:
-            g.state.lease.length = len(g.request.tokens)
+            g.state.lease.length = len(g.state.known)
             g.state.ahead = list(g.stem)
-        return output.logits_RV[:, : self._vocabulary]
+        return output.logits_RV
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Ids that the draft has a row for: a padded target can emit others, which it reads as id 0."""
-        return [token if token < self._model.vocab_size else 0 for token in tokens]
-
-    def _catch_up(self, active: list[_Growing]) -> None:
+    def _catch_up(self, active: Sequence[_Growing]) -> None:
         """Reads long prompts until at most one chunk is left."""
-        while far := [g for g in active if len(g.request.tokens) - g.state.lease.length > _CHUNK]:
+        while far := [g.state for g in active if len(g.state.known) - g.state.lease.length > _CHUNK]:
             segments = []
-            for lease, tokens in ((g.state.lease, g.request.tokens) for g in far):
-                part = self._known(tokens[lease.length : lease.length + _CHUNK])
+            for state in far:
+                lease = state.lease
+                part = state.known[lease.length : lease.length + _CHUNK]
                 segments.append(Segment(lease.start, lease.length, part, logits=False))
             self._model.forward(pack(segments, self._cache.arena))
-            for g in far:
-                g.state.lease.length += _CHUNK
+            for state in far:
+                state.lease.length += _CHUNK
 
 
 def build(context: DrafterContext, argument: str | None, options: DraftModelOptions) -> DraftModelDrafter:
     """See `DrafterEntry.build`.
 
     Raises:
-        InputError: the draft's vocabulary is not the target's.
+        InputError: the draft cannot be loaded, or has no token in common with the target.
     """
     from foretell.models.load import load_model
 
@@ -216,13 +302,35 @@ def build(context: DrafterContext, argument: str | None, options: DraftModelOpti
         allow_untested=context.allow_untested,
         report=context.report,
     )
-    shared = min(draft.model.vocab_size, context.target.vocab_size)
-    if context.tokenizer is not None:
-        if not context.tokenizer.same_vocabulary(draft.tokenizer):
-            raise InputError(
-                f"draft model {argument} has another vocabulary ({draft.tokenizer.size} tokens) than the "
-                f"target ({context.tokenizer.size} tokens)",
-                hint="choose a draft of the same model family",
-            )
-        shared = min(shared, context.tokenizer.size)
-    return DraftModelDrafter(draft.model, shared, context.target.vocab_size, context.slots, options)
+    ours, theirs = draft.tokenizer, context.tokenizer
+    sizes = draft.model.vocab_size, context.target.vocab_size
+    if theirs is None or theirs.same_vocabulary(ours):
+        if options.across != "auto":
+            _log.warning("across has no effect: draft and target have the same vocabulary")
+        same = SameVocabulary(min(*sizes, ours.size), *sizes)
+        return DraftModelDrafter(draft.model, same, context.slots, options)
+    mapping, text = _across(argument, ours, theirs, context.target, options.across)
+    slots = 2 * context.slots
+    return DraftModelDrafter(draft.model, mapping, slots, options, text=text)
+
+
+def _across(
+    name: str, ours: Tokenizer, theirs: Tokenizer, target: TargetModel, way: str
+) -> tuple[TokenMap, bool]:
+    """The map between two vocabularies, and whether to go by text."""
+    mapping = TokenMap(ours, theirs, target.vocab_size, target.device)
+    common = len(mapping.draft_ids)
+    if not common and way != "text":
+        raise InputError(
+            f"draft model {name} has no token in common with the target",
+            hint="choose a draft of the same family, or set the option across to text",
+        )
+    text = way == "text" or (way == "auto" and common < _ENOUGH * ours.size)
+    _log.warning(
+        "draft model %s has another vocabulary: %d of its %d tokens are the target's too; it drafts by %s",
+        name,
+        common,
+        ours.size,
+        "text" if text else "tokens",
+    )
+    return mapping, text

@@ -6,12 +6,13 @@ no tokenizer.json is converted by transformers.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -21,6 +22,13 @@ from foretell.errors import InputError
 _GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class Piece(NamedTuple):
+    """What a token stands for: bytes of text, or a special token's name."""
+
+    data: bytes
+    special: bool
 
 
 class Tokenizer:
@@ -57,6 +65,17 @@ class Tokenizer:
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether both map the same strings to the same ids."""
         return bool(self._fast.get_vocab() == other._fast.get_vocab())
+
+    def pieces(self) -> list[Piece | None]:
+        """What every id stands for; None for ids without a token."""
+        byte_level = "ByteLevel" in repr(self._fast.decoder)
+        out: list[Piece | None] = [None] * (1 + max(self._fast.get_vocab().values()))
+        for token, token_id in self._fast.get_vocab(with_added_tokens=False).items():
+            data = _bytes_of_byte_level(token) if byte_level else _bytes_of_sentence_piece(token)
+            out[token_id] = Piece(data, False)
+        for token_id, added in self._fast.get_added_tokens_decoder().items():
+            out[token_id] = Piece(added.content.encode(), bool(added.special))
+        return out
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -96,6 +115,27 @@ class Tokenizer:
             raise InputError(
                 f"the chat template of {self.folder.name} refuses these messages: {error}"
             ) from error
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones stand for themselves, the others are moved up."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(kept)]
+    return {chr(b): b for b in kept} | {chr(256 + i): b for i, b in enumerate(moved)}
+
+
+def _bytes_of_byte_level(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    if all(char in alphabet for char in token):
+        return bytes(alphabet[char] for char in token)
+    return token.encode()
+
+
+def _bytes_of_sentence_piece(token: str) -> bytes:
+    if match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+        return bytes([int(match[1], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
