@@ -432,7 +432,7 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     code, out, _ = foretell("demo", "-m", gguf_model, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert [row["method"] for row in rows] == ["plain", "ngram"]
+    assert [row["method"] for row in rows] == ["plain", "auto"]
     assert all(row["lossless"] for row in rows)
     assert rows[0]["ratio_to_plain"] == 1.0
     code, out, _ = foretell("bench", "edit", *args, "--json", "--out", str(tmp_path))

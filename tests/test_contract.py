@@ -72,6 +72,7 @@ def make(target, decoder, tmp_path_factory):
 
 
 CASES = [
+    "auto",
     "none",
     "ngram min_n=1 branches=3",
     "suffix",

@@ -8,7 +8,7 @@ import torch
 from foretell.attention import Segment, pack
 from foretell.models.decoder import load_decoder
 from foretell.types import SamplingParams
-from tests import oracle, zoo
+from tests import head_files, oracle, test_heads, zoo
 from tests.test_parity import PROMPT, check_parity, prefill_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -54,3 +54,16 @@ class _OnCpu:
 
         output = self._model.forward(batch)
         return replace(output, logits_RV=output.logits_RV.cpu())
+
+
+@pytest.mark.parametrize("layout", ["eagle, bias by default", "eagle3, speculators", "mtp, DeepSeek-V3"])
+def test_heads_draft_on_the_device(layout, model_folder, tmp_path):
+    """Same drafts as on the CPU: heads, their caches and their trees are the same code."""
+    make, drafter, _ = test_heads.LAYOUTS[layout]
+    folder, drafted = make(tmp_path / "head"), {}
+    for device in ("cpu", "cuda"):
+        target = load_decoder(model_folder("llama", **head_files.TARGET), torch.float32, torch.device(device))
+        engine = oracle.engine(target, f"{drafter}:{folder}", draft_tokens=9)
+        requests = oracle.run(engine, test_heads.PROMPTS, SamplingParams(max_tokens=12))
+        drafted[device] = [r.output_ids for r in requests], engine.stats.drafted, engine.stats.accepted
+    assert drafted["cpu"] == drafted["cuda"]

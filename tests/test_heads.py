@@ -246,6 +246,27 @@ def test_layer_ids_outside_the_target(target, tmp_path):
     assert "layer_ids" in error.value.hint
 
 
+def test_a_prefix_hit_that_the_heads_cache_lost(target, tmp_path):
+    """The target finds the prompt in its cache, the head does not: its features are not computed again, so
+    its cache begins later, at the right positions, and no other request may reuse those rows."""
+    folder = head_files.eagle(tmp_path / "head")
+    drafter = build_drafter(f"eagle:{folder}", {}, context(target))
+    engine = oracle.engine(target, drafter, draft_tokens=6)
+    params, prompt = SamplingParams(max_tokens=12), PROMPTS[2]
+    wanted = oracle.generate(target, prompt, params)
+    for _ in range(3):
+        drafter._cache.forget()
+        request = engine.submit(prompt, params, frozenset())
+        shifts = set()
+        while not engine.idle:
+            engine.step()
+            shifts |= {state.shift for state in drafter._states.values()}
+        assert request.output_ids == wanted
+    assert shifts == {len(prompt) - 1}
+    assert request.stats.drafts > 3
+    assert not drafter._cache._kept
+
+
 def test_heads_inside_the_targets_checkpoint(decoder, model_folder, tmp_path):
     """A MiMo model: Qwen2's graph and its module in one folder; the decoder leaves the module alone."""
     from foretell.models.decoder import load_decoder

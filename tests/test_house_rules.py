@@ -27,13 +27,13 @@ MAY_IMPORT = {
     "attention": SHARED | {"kernels", "cache"},
     "models": SHARED | {"kernels", "cache", "attention"},
     "verify": SHARED,
-    "planner": SHARED,
+    "planner": SHARED | {"cache", "attention", "models"},
     "heads": SHARED | {"kernels", "cache", "attention", "models"},
     "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads"},
     "engine": SHARED | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner"},
     "api": SHARED | {"engine", "models", "drafters", "verify", "planner"},
-    "bench": SHARED | {"api", "engine", "models", "attention"},
-    "cli": SHARED | {"api", "engine", "models", "drafters", "verify", "bench"},
+    "bench": SHARED | {"api", "engine", "models", "attention", "drafters", "sampling"},
+    "cli": SHARED | {"api", "engine", "models", "drafters", "verify", "planner", "bench"},
 }
 
 

@@ -46,6 +46,49 @@ def test_linear_is_row_exact_and_right(outputs, inputs, dtype, threads):
         assert torch.equal(wide(x[:rows]), alone[:rows]), "16-bit weights differ from the same in fp32"
 
 
+def rounded(x: torch.Tensor, *, by_inverse: bool) -> torch.Tensor:
+    """What 8 bits make of the last dimension, in blocks of 64; the rounding itself in fp32, as the kernels
+    do it."""
+    blocks = F.pad(x, (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
+    most = blocks.abs().amax(-1, keepdim=True)
+    scale = most / 127
+    whole = blocks * (127 / most).nan_to_num(posinf=0) if by_inverse else blocks / scale.clamp(min=1e-38)
+    return (whole.round().double() * scale.double()).flatten(-2)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (50, 40), (960, 576), (576, 1536), (16, 200)])
+def test_int8_linear_is_row_exact_and_right(outputs, inputs, threads):
+    """Rows are bitwise equal for every number of rows: activations are rounded by their own row alone."""
+    torch.manual_seed(outputs)
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    x = torch.randn(150, inputs) * torch.logspace(-3, 3, 150)[:, None]  # rows of very different size
+    x[7] = 0
+    linear = pack_linear(weight, bias, weights="int8")
+    assert (linear.kernel, linear.row_exact) == ("panels8", True)
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(len(x))])
+    for rows in (2, 3, 5, 6, 7, 8, 13, 31, 128, 129, 150):
+        assert torch.equal(linear(x[:rows]), alone[:rows]), f"{rows} rows differ from one at a time"
+    wanted = rounded(x, by_inverse=True) @ rounded(weight, by_inverse=False).T + bias.double()
+    error = (alone.double() - wanted).abs() / (wanted.abs() + x.abs().amax(1, keepdim=True))
+    assert float(error.max()) < 1e-5, "it is the product of the rounded values"
+    true = x.double() @ weight.double().T + bias.double()
+    relative = (alone.double() - true).norm(dim=1) / true.norm(dim=1)
+    assert float(relative.max()) < 0.02
+
+
+def test_weights_that_cannot_be_had_are_refused(monkeypatch):
+    from foretell.errors import InputError
+
+    weight = torch.randn(16, 64)
+    with pytest.raises(InputError, match="must be one of stored, fp32, fp16, int8"):
+        pack_linear(weight, weights="int4")
+    with pytest.raises(InputError, match="are for the CPU"):
+        pack_linear(weight, dtype=torch.bfloat16, weights="int8")
+    monkeypatch.setattr("foretell.models.linear.native_kernels", lambda: None)
+    with pytest.raises(InputError, match="need the compiled kernels"):
+        pack_linear(weight, weights="int8")
+
+
 def test_linear_without_compiler_uses_onednn_and_is_row_exact(monkeypatch):
     monkeypatch.setattr("foretell.models.linear.native_kernels", lambda: None)
     assert choose_kernel(CPU, torch.float32) == "onednn"
@@ -145,3 +188,35 @@ def test_failing_compiler_is_reported(monkeypatch, tmp_path):
     with pytest.raises(BuildError, match="failed"):
         build.library()
     assert not list((tmp_path / "kernels").iterdir()), "nothing half-built is left"
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-bias", "qwen3", "mistral", "qwen2-window", "llama-yarn-rope"]
+)
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_a_whole_pass_has_the_bits_of_its_operations(name, weights, model_folder, threads):
+    """All layers in one call against the loop in Python: prompts longer than a block of 128 rows, trees,
+    several requests, windows, states for draft heads, one thread or two, arenas of different size."""
+    from foretell.models.decoder import load_decoder
+    from foretell.types import Needs
+
+    model = load_decoder(model_folder(name), torch.float32, CPU, weights=weights)
+    assert model._whole is not None
+    needs = Needs(last_hidden=True, aux_layers=(0, 2, model.num_layers))
+    prompt = [(7 * i) % 90 + 3 for i in range(150)]
+    for slots in (300, 200):
+        made = []
+        for whole in (model._whole, None):
+            model._whole, keep = whole, model._whole
+            arena = model.new_arena(slots)
+            outputs = [model.forward(pack([Segment(0, 0, prompt), Segment(160, 0, [5, 6])], arena), needs)]
+            tree = Segment(0, 150, [9], [11, 12, 13, 14], [-1, 0, 0, 2])
+            outputs.append(model.forward(pack([tree, Segment(160, 2, [8])], arena), needs))
+            made.append((outputs, arena))
+            model._whole = keep
+        for one, loop in zip(made[0][0], made[1][0], strict=True):
+            assert torch.equal(one.logits_RV, loop.logits_RV)
+            assert torch.equal(one.hidden_TW, loop.hidden_TW)
+            assert all(torch.equal(one.aux_TW[key], loop.aux_TW[key]) for key in needs.aux_layers)
+        assert torch.equal(made[0][1].keys_LKSD, made[1][1].keys_LKSD)
+        assert torch.equal(made[0][1].values_LKSD, made[1][1].values_LKSD)

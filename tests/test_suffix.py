@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+from dataclasses import dataclass
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.drafters.automaton import ROOT, Cursor, SuffixAutomaton
+from foretell.drafters.suffix import SuffixDrafter, SuffixOptions
+from foretell.errors import InputError
+from foretell.types import StepPlan
 
 TEXT = st.lists(st.integers(0, 3), max_size=31)  # counts are exact up to 32 contexts per token
 
@@ -72,3 +80,108 @@ def test_a_cursor_finds_the_longest_match_while_the_pool_grows(pool, text, cut, 
     found = next((n for n in range(min(8, len(text)), 0, -1) if occurrences(pool, text[-n:])), 0)
     assert found <= matched <= longest
     assert state == walk(automaton, text[len(text) - matched :]) if matched else state == ROOT
+
+
+@pytest.mark.parametrize("vocabulary", [2, 30, 1000, 50_000])
+def test_the_account_of_memory_is_never_too_low(vocabulary):
+    pick = random.Random(vocabulary)
+    text = [pick.randrange(vocabulary) for _ in range(20_000)]
+    tracemalloc.start()
+    automaton = read([text])
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= automaton.nbytes <= 3 * taken
+
+
+@dataclass
+class Request:
+    """As much of a request as the drafter looks at."""
+
+    id: int
+    tokens: list[int]
+    end_ids: frozenset[int] = frozenset()
+
+
+def draft(drafter: SuffixDrafter, request: Request, budget: int = 16):
+    ((tree, score),) = drafter.propose_scored([request], [StepPlan(budget, "test")])
+    return tree, score
+
+
+def started(tokens: list[int], ends=(), **options) -> tuple[SuffixDrafter, Request]:
+    drafter, request = SuffixDrafter(SuffixOptions(**options)), Request(0, tokens, frozenset(ends))
+    drafter.start(request)
+    return drafter, request
+
+
+def test_drafts_by_hand():
+    tree, score = draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3]))
+    assert (tree.tokens, score) == ((4, 5, 9, 1, 2, 3), 6.0), "three tokens match, so six are drafted"
+    assert draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3], factor=1.0, offset=-1.0))[0].tokens == (4, 5)
+    assert draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3]), budget=1)[0].tokens == (4,)
+    assert draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3], ends=[5]))[0].tokens == (4, 5), (
+        "nothing follows an end"
+    )
+    assert not len(draft(*started([1, 2, 3, 4, 5, 9]))[0])
+
+
+def test_probabilities_decide_how_far():
+    """After 1 2 came 3 twice and 4 once; after that, always 5 or 6."""
+    text = [1, 2, 3, 5, 0, 1, 2, 4, 6, 7, 1, 2, 3, 5, 8, 1, 2]
+    tree, score = draft(*started(text, min_prob=0.5, levels=1))
+    assert tree.tokens[:2] == (3, 5)
+    assert score == pytest.approx(2 / 3 + 2 / 3, abs=1e-9), "what followed 3 5 came once in three"
+    assert not len(draft(*started(text, min_prob=0.7, levels=1))[0])
+    tree, score = draft(*started(text, min_prob=0.3, tree=True, levels=1, factor=3.0))
+    paths = [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))]
+    assert paths[:2] == [(3,), (3, 5)], "the likeliest first"
+    assert {(4,), (3, 5, 0)} < set(paths), "one in three each"
+    assert score == pytest.approx(2 / 3 * 2 + 1 / 3 * 4), "six nodes"
+
+
+def test_what_other_requests_said_is_drafted_too():
+    drafter, first = started([7, 8])
+    first.tokens += [1, 2, 3, 4, 5, 6]
+    drafter.finish(first)
+    second = Request(1, [9, 1, 2, 3])
+    drafter.start(second)
+    assert draft(drafter, second)[0].tokens == (4, 5, 6)
+    off, first = started([7, 8], pool_mb=0)
+    first.tokens += [1, 2, 3, 4, 5, 6]
+    off.finish(first)
+    second = Request(1, [9, 1, 2, 3])
+    off.start(second)
+    assert not len(draft(off, second)[0])
+
+
+def test_the_pool_keeps_its_limit_and_forgets_the_oldest():
+    """ArcticInference#164, #165: the tree grew without bound."""
+    drafter = SuffixDrafter(SuffixOptions(pool_mb=1))
+    pick = random.Random(0)
+    texts = [[pick.randrange(5000) for _ in range(200)] for _ in range(60)]
+    for number, text in enumerate(texts):
+        request = Request(number, text[:4])
+        drafter.start(request)
+        request.tokens = list(text)
+        drafter.finish(request)
+        assert drafter.pool.nbytes <= 1_000_000
+    assert len(drafter.pool.generations) == 2
+
+    def continued(text: list[int]) -> bool:
+        request = Request(1000, text[50:56])
+        drafter.start(request)
+        tree, _ = draft(drafter, request)
+        drafter.finish(request)
+        return tree.tokens[:4] == tuple(text[56:60])
+
+    assert continued(texts[-1])
+    assert not continued(texts[0])
+    assert drafter._histories == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"factor": -1.0}, {"min_prob": 1.5}, {"depth": 0}, {"levels": 0}, {"pool_mb": 0.5}, {"pool_mb": -1.0}],
+)
+def test_bad_options(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        SuffixOptions(**options)

@@ -107,7 +107,11 @@ def test_answers_are_plain_decodings(way, params, folders):
     prompts = ["def add(first", "for item in items:\n    print", "x", "☃ first 中"]
     plain = LLM(folders["code"], drafter="none", kv_tokens=512)
     drafted = LLM(
-        plain.loaded, drafter=f"draft:{folders['prose']}", drafter_options={"across": way}, kv_tokens=512
+        plain.loaded,
+        drafter=f"draft:{folders['prose']}",
+        drafter_options={"across": way},
+        draft_tokens=5,
+        kv_tokens=512,
     )
     for _ in range(2):  # the second time with prefix hits
         wanted, got = plain.generate(prompts, params), drafted.generate(prompts, params)
@@ -135,7 +139,7 @@ def test_the_same_weights_in_another_vocabulary_are_accepted(folders, tmp_path):
     for added in spec["added_tokens"]:
         added["id"] = new[added["id"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    llm = LLM(folders["code"], drafter=f"draft:{tmp_path}", kv_tokens=512)
+    llm = LLM(folders["code"], drafter=f"draft:{tmp_path}", draft_tokens=5, kv_tokens=512)
     params = SamplingParams(max_tokens=40, logit_bias=dict.fromkeys(range(330, 400), -100))
     llm.generate(["def add(first", "for item in"], params)
     assert llm.engine.stats.al > 3

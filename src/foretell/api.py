@@ -2,7 +2,7 @@
 
     from foretell import LLM, SamplingParams
 
-    llm = LLM("smollm2-135m", drafter="ngram")
+    llm = LLM("smollm2-135m")
     print(llm.generate("The capital of France is", SamplingParams(max_tokens=20))[0].text)
 
 An `LLM` belongs to the thread that made it.
@@ -24,9 +24,9 @@ from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
-from foretell.planner import FixedPlanner
+from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
 from foretell.types import FinishReason, SamplingParams, StepStats
-from foretell.verify import RULES
+from foretell.verify import RULES, Rule
 
 # text as it is; token ids; or a conversation, which goes through the model's chat template
 Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
@@ -109,11 +109,12 @@ class LLM:
     Args:
         model: catalogue name, folder, .gguf file or hub id; or a model that another LLM has loaded
             (`llm.loaded`), which then shares it.
-        drafter: NAME or NAME:ARGUMENT (see `foretell.drafters.DRAFTERS`), or a `Drafter`.
+        drafter: NAME or NAME:ARGUMENT, several joined by + (see `foretell drafters`), or a `Drafter`.
         drafter_options: the named drafter's own options.
-        draft_tokens: tokens of a draft at most; None = what suits the drafter.
+        draft_tokens: draft so many tokens always; None = as far as measurement says that it pays (under
+            rules whose text depends on the draft: what suits the drafter).
         verify: acceptance rule; see `foretell.verify.RULES`.
-        device, impl, allow_untested: see `foretell.models.load.load_model`.
+        device, impl, weights, allow_untested: see `foretell.models.load.load_model`.
         kv_tokens: tokens that the KV cache holds over all running requests; None = 16384.
         max_batch: requests that run at once.
         report: called with (what, done, total) while a model is fetched or converted.
@@ -126,12 +127,13 @@ class LLM:
         self,
         model: str | os.PathLike[str] | LoadedModel = DEFAULT_MODEL,
         *,
-        drafter: str | Drafter = "ngram",
+        drafter: str | Drafter = "auto",
         drafter_options: Mapping[str, Any] | None = None,
         draft_tokens: int | None = None,
         verify: str = "coupled",
         device: str = "auto",
         impl: str = "auto",
+        weights: str = "stored",
         allow_untested: bool = False,
         kv_tokens: int | None = None,
         max_batch: int = 16,
@@ -146,12 +148,18 @@ class LLM:
         elif options:
             raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
         if isinstance(model, LoadedModel):
-            if (device, impl, allow_untested) != ("auto", "auto", False):
-                raise InputError("device, impl and allow_untested belong to loading; the model is loaded")
+            if (device, impl, weights, allow_untested) != ("auto", "auto", "stored", False):
+                names = "device, impl, weights and allow_untested"
+                raise InputError(f"{names} belong to loading; the model is loaded")
             self.loaded = model
         else:
             self.loaded = load_model(
-                os.fspath(model), device=device, impl=impl, allow_untested=allow_untested, report=report
+                os.fspath(model),
+                device=device,
+                impl=impl,
+                weights=weights,
+                allow_untested=allow_untested,
+                report=report,
             )
         if drafter == "none" and draft_tokens:
             _log.warning("draft_tokens has no effect: the drafter is none")
@@ -166,11 +174,18 @@ class LLM:
             self.loaded.model,
             drafter,
             rule,
-            FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens),
+            self._planner(drafter, rule, draft_tokens),
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
         )
+
+    def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None) -> Planner:
+        """Measured, unless the length is given, or a draft of another length would change the text."""
+        if draft_tokens is not None or not drafter.draft_tokens or not rule.invariant:
+            return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
+        table = load_or_measure(self.loaded.model, self.loaded.folder)
+        return AdaptivePlanner(table, drafter.draft_tokens)
 
     def generate(
         self,

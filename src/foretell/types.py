@@ -201,11 +201,18 @@ class DraftTree:
         log_q: None where the tokens were chosen deterministically. Otherwise entry p + 1 holds the
             log-probabilities [V] from which the children of token p were drawn without replacement,
             exactly as they were drawn (None where p has no children).
+        confidence: for every token, the drafter's own chance that it and all before it are kept; None =
+            it has no opinion. Never above the parent's.
+        origin: which of several drafters it comes from; what they are worth is counted apart.
+        whole: the drafter needs the target's answer at every node, so none may be left out.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     log_q: tuple[Tensor | None, ...] | None = None
+    confidence: tuple[float, ...] | None = None
+    origin: int = 0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents), "one parent per token"
@@ -265,10 +272,12 @@ class StepPlan:
     Args:
         draft_tokens: nodes that the draft may have; 0 = none.
         reason: in words.
+        free_tokens: nodes that it may have where drafting costs next to nothing, if that is more.
     """
 
     draft_tokens: int
     reason: str
+    free_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretell.cli import bench_drafters, bench_weights
 from foretell.cli import options as opt
 from foretell.cli.console import model_progress, print_json, progress_bar, stderr, stdout
+from foretell.cli.results import OUT, OutOpt, result_folder, save
 
 if TYPE_CHECKING:
     from foretell.api import LLM
@@ -19,9 +19,10 @@ app = typer.Typer(
     name="bench", help="Measure: step times, drafters, code editing, token identity.", no_args_is_help=True
 )
 
-OutOpt = Annotated[Path, typer.Option("--out", help="Folder for PNG and JSON files.", show_default=True)]
+app.command()(bench_drafters.drafters)
+app.command()(bench_drafters.suffix)
+app.command()(bench_weights.weights)
 RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
-_OUT = Path("results")
 
 
 @app.command()
@@ -33,7 +34,7 @@ def step(
     repeats: RepeatsOpt = 20,
     device: opt.DeviceOpt = "cpu",
     as_json: opt.JsonOpt = False,
-    out: OutOpt = _OUT,
+    out: OutOpt = OUT,
 ) -> None:
     """Time of a step by verified rows: our decoder and transformers, same weights; fp32 arithmetic on the
     CPU, bf16 on CUDA."""
@@ -42,14 +43,14 @@ def step(
     from foretell.models.decoder import load_decoder
     from foretell.models.load import compute_dtype, pick_device
 
-    _folder(out)
+    result_folder(out)
     with model_progress() as report:
         folder = locate(model, report)
     where = pick_device(device)
     dtype = compute_dtype(where)
     steps = {
         "foretell, stored weights": bench.own_step(load_decoder(folder, dtype, where), context),
-        "foretell, fp32 weights": bench.own_step(load_decoder(folder, dtype, where, widen=True), context),
+        "foretell, fp32 weights": bench.own_step(load_decoder(folder, dtype, where, weights="fp32"), context),
         "transformers": bench.transformers_step(folder, context, dtype, where),
     }
     with progress_bar() as bar:
@@ -57,7 +58,7 @@ def step(
         results = bench.measure(steps, repeats, lambda: bar.advance(task))
     facts = {"model": model, "context": context, "repeats": repeats}
     value = [r.to_json(beside=results[-1]) for r in results]
-    _save(out, "step", facts, value)
+    save(out, "step", facts, value)
     bench.plot(results, out / "step.png", f"{model}: one step behind {context} tokens")
     if as_json:
         print_json(value)
@@ -78,13 +79,13 @@ def step(
 def edit(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
-    drafter: opt.DrafterOpt = "ngram",
+    drafter: opt.DrafterOpt = "auto",
     drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     max_tokens: opt.MaxTokensOpt = 512,
     repeats: RepeatsOpt = 1,
     as_json: opt.JsonOpt = False,
-    out: OutOpt = _OUT,
+    out: OutOpt = OUT,
 ) -> None:
     """Plain against speculative on "return this function with one change", five functions."""
     from foretell.api import LLM
@@ -93,7 +94,7 @@ def edit(
     from foretell.cli.demo import speed_table
     from foretell.types import SamplingParams
 
-    _folder(out)
+    result_folder(out)
     llm = opt.load_llm(ctx.params)
     methods = {"plain": LLM(llm.loaded, drafter="none"), drafter: llm}
     items = single_turn("edit", llm, max_tokens)
@@ -102,7 +103,7 @@ def edit(
         runs = compare(methods, items, SamplingParams(), repeats, lambda run: bar.advance(task))
     rows = summarise(runs)
     facts = {"model": model, "max_tokens": max_tokens, "draft_tokens": draft_tokens, "repeats": repeats}
-    _save(out, "edit", {**facts, "runs": [run.to_json() for run in runs]}, [row.to_json() for row in rows])
+    save(out, "edit", {**facts, "runs": [run.to_json() for run in runs]}, [row.to_json() for row in rows])
     if as_json:
         for row in rows:
             print_json(row.to_json())
@@ -120,7 +121,7 @@ def identity(
     max_tokens: opt.MaxTokensOpt = 64,
     draft_tokens: opt.DraftTokensOpt = None,
     as_json: opt.JsonOpt = False,
-    out: OutOpt = _OUT,
+    out: OutOpt = OUT,
 ) -> None:
     """Check that every answer equals plain decoding's: greedy and seeded, batch 1 and 4, prefix hits.
 
@@ -130,7 +131,7 @@ def identity(
     from foretell.bench.identity import SETTINGS, check_identity
     from foretell.bench.items import conversations
 
-    _folder(out)
+    result_folder(out)
     with model_progress() as report:
         plain = LLM(model, drafter="none", report=report)
     items = conversations("identity", plain, max_tokens, prompts)
@@ -142,7 +143,7 @@ def identity(
         task = bar.add_task("answers", total=total)
         checks = check_identity(plain, methods, items, lambda: bar.advance(task))
     facts = {"model": model, "max_tokens": max_tokens, "row_exact": plain.loaded.model.row_exact}
-    _save(out, "identity", facts, [check.to_json() for check in checks])
+    save(out, "identity", facts, [check.to_json() for check in checks])
     if as_json:
         for check in checks:
             print_json(check.to_json())
@@ -150,90 +151,6 @@ def identity(
         _print_checks(plain, checks)
     if any(check.differences for check in checks):
         raise typer.Exit(1)
-
-
-@app.command()
-def drafters(
-    model: opt.ModelOpt = "smollm2-135m",
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option("--drafter", help="Repeatable.  [default: those that need nothing else]"),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", help="Spec-Bench's JSONL.  [default: built-in prompts]", exists=False),
-    ] = None,
-    per_task: Annotated[
-        int, typer.Option("--per-task", help="Questions per task.", show_default=True, min=1)
-    ] = 10,
-    max_tokens: opt.MaxTokensOpt = 128,
-    draft_tokens: opt.DraftTokensOpt = None,
-    as_json: opt.JsonOpt = False,
-    out: OutOpt = _OUT,
-) -> None:
-    """Every drafter against plain decoding, per task: acceptance by position, costs, speed, identity."""
-    from foretell.api import LLM
-    from foretell.bench import drafters as bench
-    from foretell.bench.compare import compare, summarise
-    from foretell.drafters import DRAFTERS
-    from foretell.types import SamplingParams
-
-    _folder(out)
-    free = [n for n, e in DRAFTERS.items() if e.argument is None and n != "none"]
-    names = list(dict.fromkeys(drafter or free))
-    with model_progress() as report:
-        plain = LLM(model, drafter="none", report=report)
-        methods = {"plain": plain}
-        for name in names:
-            methods[name] = LLM(plain.loaded, drafter=name, draft_tokens=draft_tokens, report=report)
-    items = bench.questions(data, plain, per_task, max_tokens)
-    with progress_bar() as bar:
-        task = bar.add_task("methods in turn", total=len(items) * len(methods))
-        runs = compare(methods, items, SamplingParams(), 1, lambda run: bar.advance(task))
-    rows, overall = summarise(runs), summarise(runs, by_task=False)
-    facts = {"model": model, "data": str(data or "built-in"), "per_task": per_task, "max_tokens": max_tokens}
-    values = [bench.to_json(row) for row in [*rows, *overall]]
-    _save(out, "drafters", {**facts, "runs": [run.to_json() for run in runs]}, values)
-    bench.plot(rows, overall, out / "drafters.png", f"{model}, greedy, {len(items)} prompts")
-    if as_json:
-        for value in values:
-            print_json(value)
-    else:
-        _print_drafters(f"{model}, greedy, up to {max_tokens} tokens, {len(items)} prompts", values)
-
-
-def _print_drafters(title: str, values: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title)
-    columns = (
-        "AL",
-        "kept at 1 / 2 / 3 / 4",
-        "drafted",
-        "draft ms",
-        "target ms",
-        "tokens/s",
-        "ratio",
-        "lossless",
-    )
-    for name in ("task", "method", *columns):
-        table.add_column(name, justify="left" if name in ("task", "method") else "right")
-    for before, value in zip([None, *values], values, strict=False):
-        if before is not None and before["task"] != value["task"]:
-            table.add_section()
-        table.add_row(
-            value["task"],
-            value["method"],
-            f"{value['al']:.2f}",
-            " / ".join(f"{share:.2f}" for share in value["marginal_acceptance"][:4]),
-            f"{value['drafted_per_step']:.1f}",
-            f"{value['draft_ms']:.2f}",
-            f"{value['target_ms']:.1f}",
-            f"{value['tokens_per_s']:.1f}",
-            f"{value['ratio_to_plain']:.2f}x",
-            "yes" if value["lossless"] else "NO",
-        )
-    stdout().print(table)
 
 
 def _print_checks(plain: LLM, checks: list[Check]) -> None:
@@ -258,26 +175,3 @@ def _print_checks(plain: LLM, checks: list[Check]) -> None:
     for c in checks:
         for d in c.differences:
             stderr().print(f"{c.method}, {c.setting}, batch {c.batch}: {d}")
-
-
-def _folder(out: Path) -> Path:
-    """The folder for results, made before anything is measured."""
-    from foretell.errors import InputError
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {out}: {error.strerror}", hint="choose another folder with --out"
-        ) from error
-    return out
-
-
-def _save(out: Path, name: str, facts: dict[str, Any], results: Any) -> None:
-    """Writes OUT/NAME.json with provenance."""
-    from foretell.bench.provenance import provenance
-
-    value = {"provenance": provenance(), **facts, "results": results}
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    stderr().print(f"wrote {path}", style="dim")

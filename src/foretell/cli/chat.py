@@ -21,7 +21,7 @@ _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def chat(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
-    drafter: opt.DrafterOpt = "ngram",
+    drafter: opt.DrafterOpt = "auto",
     drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
@@ -32,6 +32,7 @@ def chat(
     seed: opt.SeedOpt = None,
     device: opt.DeviceOpt = "auto",
     impl: opt.ImplOpt = "auto",
+    weights: opt.WeightsOpt = "stored",
     allow_untested: opt.UntestedOpt = False,
     kv_tokens: opt.KvTokensOpt = None,
 ) -> None:

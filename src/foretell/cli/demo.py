@@ -22,13 +22,14 @@ _QUESTION = "What is speculative decoding? Explain it with a short example."
 def demo(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
-    drafter: opt.DrafterOpt = "ngram",
+    drafter: opt.DrafterOpt = "auto",
     drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     repeats: Annotated[
         int, typer.Option("--repeats", help="Runs per task and method.", show_default=True, min=1)
     ] = 1,
     as_json: opt.JsonOpt = False,
+    weights: opt.WeightsOpt = "stored",
     device: opt.DeviceOpt = "auto",
 ) -> None:
     """Stream an answer, then compare plain and speculative decoding on four tasks."""

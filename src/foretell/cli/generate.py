@@ -20,7 +20,7 @@ def generate(
     ctx: typer.Context,
     prompts: Annotated[list[str], typer.Argument(help="Prompts; several make a batch, - reads stdin.")],
     model: opt.ModelOpt = "smollm2-135m",
-    drafter: opt.DrafterOpt = "ngram",
+    drafter: opt.DrafterOpt = "auto",
     drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
@@ -45,6 +45,7 @@ def generate(
     as_json: opt.JsonOpt = False,
     device: opt.DeviceOpt = "auto",
     impl: opt.ImplOpt = "auto",
+    weights: opt.WeightsOpt = "stored",
     allow_untested: opt.UntestedOpt = False,
     kv_tokens: opt.KvTokensOpt = None,
 ) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, drafters, generate, inspect, pull
+from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, pull
 
 app = typer.Typer(
     name="foretell",
@@ -22,6 +22,7 @@ app.command()(demo.demo)
 app.command()(pull.pull)
 app.command()(inspect.inspect)
 app.command()(drafters.drafters)
+app.command()(plan.plan)
 app.add_typer(bench.app)
 
 

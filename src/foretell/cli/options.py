@@ -25,7 +25,7 @@ DrafterOptOpt = Annotated[
 ]
 DraftTokensOpt = Annotated[
     int | None,
-    typer.Option("--draft-tokens", help="Tokens of a draft at most.  [default: what suits the drafter]"),
+    typer.Option("--draft-tokens", help="Draft so many tokens always.  [default: as far as it pays]"),
 ]
 VerifyOpt = Annotated[
     str, typer.Option("--verify", help="Acceptance rule; see `foretell drafters`.", show_default=True)
@@ -33,6 +33,9 @@ VerifyOpt = Annotated[
 DeviceOpt = Annotated[str, typer.Option("--device", help="auto, cpu or cuda[:N].", show_default=True)]
 ImplOpt = Annotated[
     str, typer.Option("--impl", help="Who runs the graph: auto, decoder (own) or hf.", show_default=True)
+]
+WeightsOpt = Annotated[
+    str, typer.Option("--weights", help="How weights are kept: stored, fp32, fp16, int8.", show_default=True)
 ]
 UntestedOpt = Annotated[
     bool, typer.Option("--allow-untested", help="Run architectures that have no parity test.")
@@ -80,7 +83,16 @@ def parse_bias(entries: Sequence[str] | None) -> dict[int, float]:
     return bias
 
 
-_LLM_OPTIONS = ("drafter", "draft_tokens", "verify", "device", "impl", "allow_untested", "kv_tokens")
+_LLM_OPTIONS = (
+    "drafter",
+    "draft_tokens",
+    "verify",
+    "device",
+    "impl",
+    "weights",
+    "allow_untested",
+    "kv_tokens",
+)
 
 
 def load_llm(given: Mapping[str, Any]) -> LLM:

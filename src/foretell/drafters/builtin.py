@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from foretell.drafters import draft_model, eagle, lookahead, medusa, mtp, ngram, none, suffix
+from foretell.drafters import auto, draft_model, eagle, lookahead, medusa, mtp, ngram, none, suffix
 from foretell.drafters.base import DrafterEntry
 from foretell.registry import Registry
 
 DRAFTERS = Registry(
     "drafter",
     {
+        "auto": DrafterEntry(
+            auto.build, None, auto.AutoOptions, "suffix, with the heads that the model brought along, if any"
+        ),
         "none": DrafterEntry(none.build, None, none.NoOptions, "plain decoding"),
         "ngram": DrafterEntry(
             ngram.build, None, ngram.NgramOptions, "repeats what followed the last tokens before"

@@ -7,6 +7,7 @@ second's drafts have gained on average so far. Both observe every step, so both 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from foretell.drafters.base import Drafter, DraftRequest, Observed, ScoredDrafter
 from foretell.types import DraftTree, StepPlan
@@ -36,16 +37,23 @@ class CombinedDrafter:
         self._second.start(request)
 
     def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
-        """Per request, the draft of the one that is expected to gain more."""
-        scored = self._first.propose_scored(requests, plans)
-        sure = [score > self.gain for _, score in scored]
+        """Per request, the draft of the one that is expected to gain more; where the second may not
+        draft, the first's."""
+        free = [replace(plan, draft_tokens=max(plan.draft_tokens, plan.free_tokens)) for plan in plans]
+        scored = self._first.propose_scored(requests, free)
+        sure = [
+            score > self.gain or not plan.draft_tokens for (_, score), plan in zip(scored, plans, strict=True)
+        ]
         rest = [
             StepPlan(0, "the other drafter is sure") if first else plan
             for first, plan in zip(sure, plans, strict=True)
         ]
         trees = self._second.propose(requests, rest)
         self._by_second = {r.id for r, first in zip(requests, sure, strict=True) if not first}
-        return [a if first else b for first, (a, _), b in zip(sure, scored, trees, strict=True)]
+        return [
+            a if first else replace(b, origin=b.origin + 1)
+            for first, (a, _), b in zip(sure, scored, trees, strict=True)
+        ]
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """Shows it to both, and notes what the second's draft gained."""

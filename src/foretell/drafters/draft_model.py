@@ -105,6 +105,7 @@ class _Tokens:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     log_q: list[Tensor | None] = field(default_factory=lambda: [None])
+    confidence: list[float] = field(default_factory=list)
     tip: int = -1
     stuck: bool = False
 
@@ -124,6 +125,9 @@ class _Tokens:
             return
         self.log_q[self.tip + 1] = None if log_q_V is None else self.translation.log_q(log_q_V)
         first = len(self.tokens)
+        above = self.confidence[self.tip] if self.tip >= 0 else 1.0
+        shares = (scores_V[drawn] - scores_V.logsumexp(0)).exp().tolist()
+        self.confidence += [above * min(1.0, share) for share in shares[: self.budget - len(self.tokens)]]
         for token in drawn[: self.budget - len(self.tokens)]:
             self.tokens.append(token)
             self.parents.append(self.tip)
@@ -135,7 +139,8 @@ class _Tokens:
     def tree(self) -> DraftTree:
         """With what the tokens were drawn from, where the rule reads it."""
         drawn = any(row is not None for row in self.log_q)
-        return DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.log_q) if drawn else None)
+        log_q = tuple(self.log_q) if drawn else None
+        return DraftTree(tuple(self.tokens), tuple(self.parents), log_q, tuple(self.confidence))
 
 
 @dataclass(slots=True)
@@ -299,6 +304,7 @@ def build(context: DrafterContext, argument: str | None, options: DraftModelOpti
     draft = load_model(
         argument,
         device=str(context.target.device),
+        weights=context.target.weights,
         allow_untested=context.allow_untested,
         report=context.report,
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from foretell.drafters.base import DrafterContext
 from foretell.drafters.feature import FeatureDrafter, HeadRunner
 from foretell.drafters.grow import BestFirst, Fixed, Shape, read_paths
@@ -15,7 +13,6 @@ from foretell.heads.base import FeatureHead
 from foretell.heads.checkpoint import make_ready
 from foretell.heads.eagle import load_eagle
 from foretell.heads.eagle3 import CONVENTIONS, load_eagle3
-from foretell.models.load import compute_dtype
 
 _LIVE = 32  # drafts that the cache has room for at once
 
@@ -83,7 +80,7 @@ def feature_drafter(context: DrafterContext, head: FeatureHead, options: Feature
     """
     shape, nodes, scratch = shape_of(options)
     slots = context.slots + _LIVE * scratch
-    runner = HeadRunner(head, context.target, slots, compute_dtype(context.target.device))
+    runner = HeadRunner(head, context.target, slots)
     return FeatureDrafter(runner, shape, scratch, nodes, options.min_prob)
 
 
@@ -96,16 +93,12 @@ def shape_of(options: FeatureOptions) -> tuple[Shape, int, int]:
     return fixed, len(fixed.paths), len(fixed.paths)
 
 
-def _ready(context: DrafterContext, head: torch.nn.Module) -> None:
-    make_ready(head, context.target.device, compute_dtype(context.target.device))
-
-
 def build_eagle(context: DrafterContext, argument: str | None, options: FeatureOptions) -> FeatureDrafter:
     """See `DrafterEntry.build`."""
     assert argument is not None
     target = context.target
     head = load_eagle(Path(argument), target.hidden_size, target.vocab_size)
-    _ready(context, head)
+    make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)
 
 
@@ -116,5 +109,5 @@ def build_eagle3(context: DrafterContext, argument: str | None, options: Eagle3O
     head = load_eagle3(
         Path(argument), target.num_layers, target.hidden_size, target.vocab_size, options.layer_ids
     )
-    _ready(context, head)
+    make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

@@ -41,10 +41,10 @@ class HeadRunner:
         slots: tokens that the head's cache holds.
     """
 
-    def __init__(self, head: FeatureHead, target: TargetModel, slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, head: FeatureHead, target: TargetModel, slots: int) -> None:
         self.head = head
         self._target = target
-        device = target.device
+        device, dtype = target.device, target.dtype
         self.arena = KVArena(1, head.kv_heads, head.dim, slots, dtype, device)
         self._spec = HeadSpec(head.heads, head.kv_heads, head.dim, head.scale, head.window)
         self._kernels = kernels_for(device, dtype, (head.dim,))

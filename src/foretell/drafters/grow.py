@@ -190,5 +190,8 @@ class Growth:
             order = list(range(len(self.known)))
         kept = sorted(order[: self.budget])
         new = {old: i for i, old in enumerate(kept)} | {-1: -1}
-        tokens = tuple(self.known[i].token for i in kept)
-        return DraftTree(tokens, tuple(new[self.known[i].above] for i in kept))
+        return DraftTree(
+            tuple(self.known[i].token for i in kept),
+            tuple(new[self.known[i].above] for i in kept),
+            confidence=tuple(math.exp(min(0.0, self.known[i].score)) for i in kept),
+        )

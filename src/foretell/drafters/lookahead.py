@@ -131,7 +131,7 @@ class LookaheadDrafter:
                 parents.append(top)
                 top = len(tokens) - 1
             window.tops.append(top)
-        return DraftTree(tuple(tokens), tuple(parents))
+        return DraftTree(tuple(tokens), tuple(parents), whole=True)
 
     def _advance(self, window: _Window, answers: Sequence[int]) -> None:
         """Remembers the finished n-grams, and shifts the iterations by one."""

@@ -22,7 +22,6 @@ from foretell.errors import InputError
 from foretell.heads.checkpoint import make_ready
 from foretell.heads.medusa import MedusaHeads, load_medusa
 from foretell.models.base import TargetModel
-from foretell.models.load import compute_dtype
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan
 
 _TOP = 10  # guesses of a head that are looked at
@@ -144,6 +143,7 @@ class MedusaDrafter:
         paths = self._paths if self._paths is not None else self.accuracy.best_paths(len(guesses), budget)
         tokens: list[int] = []
         parents: list[int] = []
+        confidence: list[float] = []
         place: dict[Ranks, int] = {(): -1}
         for path in paths:
             above = place.get(path[:-1])
@@ -153,9 +153,11 @@ class MedusaDrafter:
                 break
             tokens.append(guesses[len(path) - 1][path[-1]])
             parents.append(above)
+            before = confidence[above] if above >= 0 else 1.0
+            confidence.append(before * min(1.0, self.accuracy(len(path) - 1, path[-1])))
             if tokens[-1] not in end_ids:
                 place[path] = len(tokens) - 1
-        return DraftTree(tuple(tokens), tuple(parents))
+        return DraftTree(tuple(tokens), tuple(parents), confidence=tuple(confidence))
 
 
 def build(context: DrafterContext, argument: str | None, options: MedusaOptions) -> MedusaDrafter:
@@ -165,6 +167,6 @@ def build(context: DrafterContext, argument: str | None, options: MedusaOptions)
         raise InputError("drafter 'medusa' needs the folder of its heads here", hint="medusa:PATH")
     target = context.target
     heads = load_medusa(folder, target.hidden_size, target.vocab_size)
-    make_ready(heads, target.device, compute_dtype(target.device))
+    make_ready(heads, target.device, target.dtype)
     paths = None if options.tree == "auto" else Fixed(read_paths(Path(options.tree))).paths
     return MedusaDrafter(heads, target, paths)

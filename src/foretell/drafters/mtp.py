@@ -11,7 +11,6 @@ from foretell.drafters.feature import FeatureDrafter
 from foretell.errors import InputError
 from foretell.heads.checkpoint import make_ready
 from foretell.heads.mtp import load_mtp
-from foretell.models.load import compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +37,5 @@ def build(context: DrafterContext, argument: str | None, options: MtpOptions) ->
         raise InputError("drafter 'mtp' needs the folder of a module here", hint="mtp:PATH")
     target = context.target
     head = load_mtp(folder, target.hidden_size, target.vocab_size)
-    make_ready(head, target.device, compute_dtype(target.device))
+    make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from foretell.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.errors import InputError
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan
+from foretell.types import NO_NEEDS, DraftTree, StepPlan
 
 _CHECK_EVERY = 64  # tokens between two looks at the pool's size
 _BRANCHES = 24  # continuations of one context that a tree looks at
@@ -60,12 +60,16 @@ class SuffixOptions:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A draft from one source. `score` is the sum of its nodes' probabilities: the tokens that it is
+    """A draft from one source, with the probability of each node's path. `score`, their sum, is what it is
     expected to gain."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    score: float = 0.0
+    confidence: tuple[float, ...] = ()
+
+    @property
+    def score(self) -> float:
+        return sum(self.confidence)
 
 
 NOTHING = Continuation()
@@ -136,7 +140,7 @@ class SuffixDrafter:
             history = self._histories[request.id]
             self._catch_up(history, request.tokens)
             best = self._best(history, plan.draft_tokens, request.end_ids) if plan.draft_tokens else NOTHING
-            tree = DraftTree(best.tokens, best.parents) if best.tokens else EMPTY_TREE
+            tree = DraftTree(best.tokens, best.parents, confidence=best.confidence)
             out.append((tree, best.score))
         return out
 
@@ -221,7 +225,8 @@ def _grow_path(
     automaton: SuffixAutomaton, state: int, limit: int, min_prob: float, end_ids: frozenset[int]
 ) -> Continuation:
     tokens: list[int] = []
-    probability, score = 1.0, 0.0
+    confidence: list[float] = []
+    probability = 1.0
     while len(tokens) < limit and state != ROOT:
         if (following := automaton.likeliest(state)) is None:
             state = automaton.shorter(state)  # the text ends: a repetition goes on as it did before
@@ -231,10 +236,10 @@ def _grow_path(
         if probability < min_prob:
             break
         tokens.append(token)
-        score += probability
+        confidence.append(probability)
         if token in end_ids:
             break
-    return Continuation(tuple(tokens), tuple(range(-1, len(tokens) - 1)), score)
+    return Continuation(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(confidence))
 
 
 def _grow_tree(
@@ -242,7 +247,7 @@ def _grow_tree(
 ) -> Continuation:
     tokens: list[int] = []
     parents: list[int] = []
-    score = 0.0
+    confidence: list[float] = []
     waiting = [(-share, token, behind, -1) for share, token, behind in _options_of(automaton, state)]
     heapq.heapify(waiting)
     while waiting and len(tokens) < limit:
@@ -251,11 +256,11 @@ def _grow_tree(
             break
         tokens.append(token)
         parents.append(parent)
-        score -= negative
+        confidence.append(-negative)
         if token not in end_ids:
             for share, following, further in _options_of(automaton, behind):
                 heapq.heappush(waiting, (negative * share, following, further, len(tokens) - 1))
-    return Continuation(tuple(tokens), tuple(parents), score)
+    return Continuation(tuple(tokens), tuple(parents), tuple(confidence))
 
 
 def build(context: DrafterContext, argument: str | None, options: SuffixOptions) -> SuffixDrafter:

@@ -24,7 +24,7 @@ from foretell.engine.scheduler import Scheduler
 from foretell.engine.verification import likeliest, verify
 from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
-from foretell.planner import Planner
+from foretell.planner import Planner, StepReport
 from foretell.sampling import Sampler
 from foretell.types import EMPTY_TREE, DraftTree, SamplingParams, StepStats, Verdict
 from foretell.verify import Rule
@@ -148,6 +148,7 @@ class Engine:
         if request.finish_reason is None:
             request.finish("abort")
             self._end(request)
+            self._planner.forget(request.id)
 
     def step(self) -> list[Request]:
         """Advances every running request by one forward pass; returns those that emitted tokens.
@@ -160,7 +161,8 @@ class Engine:
         running = list(self._scheduler.running)
         if not running:
             return []
-        work = self._place(running, self._draft(running))
+        trees, proposed = self._draft(running)
+        work = self._place(running, trees)
         clock.lap("draft_s")
         output = self.target.forward(pack([w.segment for w in work], self.cache.arena), self._drafter.needs)
         clock.lap("target_s")
@@ -173,6 +175,7 @@ class Engine:
         advanced = self._settle(work, verdicts, output, best_R)
         clock.lap("rest_s")
         self._account(running, clock)
+        self._report(work, verdicts, proposed, clock)
         return advanced
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -195,20 +198,38 @@ class Engine:
         if self._decode is None and params.stop_strings:
             raise InputError("stop strings need a tokenizer")
 
-    def _draft(self, running: Sequence[Request]) -> list[DraftTree]:
-        """A tree per request; none for those whose prompt is still being read."""
+    def _draft(self, running: Sequence[Request]) -> tuple[list[DraftTree], int]:
+        """What is verified per request, nothing for those whose prompt is still being read; and how many
+        tokens were proposed."""
         ready = [request for request in running if request.unread <= self._prefill_chunk]
         plans = self._planner.plan(ready)
-        trees = {}
-        for request, plan, tree in zip(ready, plans, self._drafter.propose(ready, plans), strict=True):
-            if len(tree) > plan.draft_tokens or any(not 0 <= t < self.target.vocab_size for t in tree.tokens):
+        trees = self._drafter.propose(ready, plans)
+        for request, plan, tree in zip(ready, plans, trees, strict=True):
+            most = max(plan.draft_tokens, plan.free_tokens)
+            if len(tree) > most or any(not 0 <= t < self.target.vocab_size for t in tree.tokens):
                 name = type(self._drafter).__name__
-                raise ValueError(
-                    f"{name} drafted {tree.tokens} where {plan.draft_tokens} tokens were asked for"
-                )
+                raise ValueError(f"{name} drafted {tree.tokens} where {most} tokens were asked for")
             request.stats.plans[plan.reason] = request.stats.plans.get(plan.reason, 0) + 1
-            trees[request.id] = tree
-        return [trees.get(request.id, EMPTY_TREE) for request in running]
+        rows = sum(min(request.unread, self._prefill_chunk) for request in running)
+        kept = self._planner.choose(ready, trees, rows)
+        by_id = {request.id: tree for request, tree in zip(ready, kept, strict=True)}
+        return [by_id.get(request.id, EMPTY_TREE) for request in running], sum(map(len, trees))
+
+    def _report(
+        self, work: Sequence[_Work], verdicts: Sequence[Verdict | None], proposed: int, clock: _Clock
+    ) -> None:
+        """Tells the planner what the step did; an ended request after its last step."""
+        judged = [
+            (part.request.id, part.tree, verdict.path)
+            for part, verdict in zip(work, verdicts, strict=True)
+            if verdict is not None
+        ]
+        prompt_rows = sum(n for part in work if (n := len(part.segment.pending)) > 1)
+        rows = sum(part.segment.rows for part in work)
+        self._planner.observe(StepReport(rows, prompt_rows, proposed, **clock.laps, judged=judged))
+        for part in work:
+            if part.request.finish_reason is not None:
+                self._planner.forget(part.request.id)
 
     def _place(self, running: Sequence[Request], trees: Sequence[DraftTree]) -> list[_Work]:
         work: list[_Work] = []

@@ -59,6 +59,11 @@ class MedusaHeads(nn.Module):
             yield from projection.slots()
 
 
+def has_medusa(folder: Path) -> bool:
+    """Whether a model's checkpoint brings MEDUSA heads along."""
+    return any(name.startswith("medusa_head.") for name in Checkpoint(folder))
+
+
 def load_medusa(folder: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
     """MEDUSA heads for a target of this width and vocabulary.
 

@@ -165,6 +165,13 @@ class MtpHead(nn.Module):
             yield from self.head.slots()
 
 
+def has_mtp(folder: Path) -> bool:
+    """Whether a model's checkpoint brings an MTP module along that can be read."""
+    whole, checkpoint = open_folder(folder)
+    config = {**whole, **(whole.get("text_config") or {})}
+    return not config.get("quantization_config") and _find(config, checkpoint) is not None
+
+
 def load_mtp(folder: Path, hidden_size: int, vocab_size: int) -> MtpHead:
     """The first MTP module in a folder: a model's own, or one saved alone under the same names.
 
@@ -195,18 +202,29 @@ def load_mtp(folder: Path, hidden_size: int, vocab_size: int) -> MtpHead:
     return fill(head, head.slots, checkpoint, rename=lambda name: prefix + name, ignore=ignore)
 
 
-def _family(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[MtpLayout, str, str]:
-    """The layout, the module's prefix, and the prefix of a second module."""
+_Family = tuple[MtpLayout, str, str]  # the layout, the module's prefix, the prefix of a second module
+
+
+def _families(config: Mapping[str, Any]) -> tuple[_Family, ...]:
     layers = int(config.get("num_hidden_layers") or 0)
-    families = (
+    return (
         (QWEN3_NEXT, "mtp.", "mtp.layers.1."),
         (MIMO, "model.mtp_layers.0.", "model.mtp_layers.1."),
         (DEEPSEEK, f"model.layers.{layers}.", f"model.layers.{layers + 1}."),
     )
-    for layout, prefix, more in families:
+
+
+def _find(config: Mapping[str, Any], checkpoint: Checkpoint) -> _Family | None:
+    for layout, prefix, more in _families(config):
         if f"{prefix}{layout.fuse}.weight" in checkpoint:
             return layout, prefix, more
-    known = ", ".join(f"{prefix}{layout.fuse}.weight" for layout, prefix, _ in families)
+    return None
+
+
+def _family(folder: Path, config: Mapping[str, Any], checkpoint: Checkpoint) -> _Family:
+    if (found := _find(config, checkpoint)) is not None:
+        return found
+    known = ", ".join(f"{prefix}{layout.fuse}.weight" for layout, prefix, _ in _families(config))
     raise InputError(f"{folder} has no MTP module (none of {known})")
 
 

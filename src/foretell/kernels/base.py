@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 PANEL = 16  # outputs side by side in a packed weight: native/linear.c
+BLOCK8 = 64  # inputs that share a scale in 8 bits: native/linear8.c
 T = TypeVar("T")
 
 MAX_CHUNK = 16  # row-heads of one task, at most: native/attend.c

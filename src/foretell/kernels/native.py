@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from foretell.kernels import build
-from foretell.kernels.base import MAX_CHUNK, PANEL, HeadSpec, Visibility
+from foretell.kernels.base import BLOCK8, MAX_CHUNK, PANEL, HeadSpec, Visibility
 
 _log = logging.getLogger(__name__)
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum of native/linear.c
+# enum of native/linear.c; bytes are 8-bit panels (native/pass.c)
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 _ROWS_AT_ONCE = 128  # rows of a product whose inputs stay in the cache
 _PARALLEL_WORK = 1 << 15  # multiply-adds of an attention below which one thread is faster
 
@@ -87,6 +88,7 @@ class NativeKernels:
         if parallel is None:
             _log.warning("torch's OpenMP runtime was not found: the compiled kernels run on one thread")
         self._lib.ft_init(parallel)
+        self._given: dict[int, int] = {}
 
     def add_norm(self, residual_TW: Tensor, delta_TW: Tensor | None, weight_W: Tensor, eps: float) -> Tensor:
         out_TW = torch.empty_like(residual_TW)
@@ -152,9 +154,7 @@ class NativeKernels:
         spec: HeadSpec,
     ) -> Tensor:
         threads = torch.get_num_threads()
-        tasks = seen.cached(
-            ("tasks", spec.heads, spec.kv_heads, threads), lambda: _tasks(seen, spec, threads)
-        )
+        tasks = self.tasks(seen, spec, threads)
         out_TW = q_THD.new_empty(q_THD.shape[0], spec.heads * spec.dim)
         keys_KSD, values_KSD = cache_KSD
         sinks = None if spec.sinks_H is None else spec.sinks_H.data_ptr()
@@ -169,9 +169,29 @@ class NativeKernels:
             sinks,
             *(spec.scale, spec.softcap),
         )
-        work = seen.keys_read * spec.heads * spec.dim
-        self._lib.ft_attend(ctypes.byref(args), 1 if work < _PARALLEL_WORK else threads)
+        self._lib.ft_attend(ctypes.byref(args), threads if self.worth_threads(seen, spec) else 1)
         return out_TW
+
+    @staticmethod
+    def tasks(seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:
+        """How attention is cut into tasks, [4, tasks]; all layers of a pass share it."""
+        key = ("tasks", spec.heads, spec.kv_heads, threads)
+        return seen.cached(key, lambda: _tasks(seen, spec, threads))
+
+    @staticmethod
+    def worth_threads(seen: Visibility, spec: HeadSpec) -> bool:
+        """Whether attention is work enough for more than one thread."""
+        return seen.keys_read * spec.heads * spec.dim >= _PARALLEL_WORK
+
+    def given_threads(self, threads: int) -> int:
+        """How many threads the OpenMP runtime really gives when asked for so many."""
+        if threads not in self._given:
+            self._given[threads] = int(self._lib.ft_given_threads(threads))
+        return self._given[threads]
+
+    def run_pass(self, arguments: ctypes.Structure, threads: int) -> None:
+        """native/pass.c; see `foretell.kernels.whole.WholePass`."""
+        self._lib.ft_pass(ctypes.byref(arguments), threads)
 
     def linear(self, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         """x @ weight.T + bias for a weight of `pack`, [T, O]."""
@@ -188,10 +208,48 @@ class NativeKernels:
                 _INT(part_TI.shape[0]),
                 _INT(inputs),
                 _INT(panels),
-                _KINDS[packed.dtype],
+                KINDS[packed.dtype],
                 torch.get_num_threads(),
             )
         return out_TO
+
+    def linear8(self, x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+        """As `linear`, for a weight of `pack8`; activations are rounded to 8 bits per row and block."""
+        panels, blocks, _ = packed.shape
+        rows, inputs = x_TI.shape
+        out_TO = x_TI.new_empty(rows, panels * PANEL)
+        bias = None if bias_O is None else _PTR(bias_O.data_ptr())
+        room = min(rows, _ROWS_AT_ONCE) * blocks
+        rounded, scale = torch.empty(room * BLOCK8, dtype=torch.int16), torch.empty(room)
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            part_TI = x_TI[start : start + _ROWS_AT_ONCE]
+            self._lib.ft_linear8(
+                _PTR(part_TI.data_ptr()),
+                _PTR(packed.data_ptr()),
+                bias,
+                _PTR(out_TO[start:].data_ptr()),
+                _PTR(rounded.data_ptr()),
+                _PTR(scale.data_ptr()),
+                _INT(part_TI.shape[0]),
+                _INT(inputs),
+                _INT(panels),
+                torch.get_num_threads(),
+            )
+        return out_TO
+
+    def pack8(self, weight_OI: Tensor) -> Tensor:
+        """8-bit panels, uint8 [O / 16, blocks of 64 inputs, bytes]: per block 16 fp32 scales, then pairs of
+        inputs for every output. Rounded to nearest, symmetric; padded with zeros."""
+        weight_OI = weight_OI.float()
+        outputs, inputs = weight_OI.shape
+        weight_OI = torch.nn.functional.pad(weight_OI, (0, -inputs % BLOCK8, 0, -outputs % PANEL))
+        # panel, output, block, pair, which of the two
+        blocks = weight_OI.view(-1, PANEL, weight_OI.shape[1] // BLOCK8, BLOCK8 // 2, 2)
+        scale = blocks.abs().amax((3, 4)) / 127
+        whole = (blocks / scale.clamp(min=1e-38)[..., None, None]).round().clamp(-127, 127)
+        ints = whole.to(torch.int8).permute(0, 2, 3, 1, 4).flatten(2).contiguous().view(torch.uint8)
+        scales = scale.permute(0, 2, 1).contiguous().view(torch.uint8)
+        return torch.cat([scales, ints], 2).contiguous()
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         """Panels of 16 outputs, [O / 16, I, 16], in fp32, fp16 or bf16 as the weight is; outputs are

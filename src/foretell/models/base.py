@@ -38,18 +38,22 @@ class TargetModel(Protocol):
 
     Attributes:
         impl: which code runs the graph: "decoder" or "hf".
+        weights: how its matrices are kept: "stored", "fp32", "fp16" or "int8".
         row_exact: the logits of a row are the same bits whatever rows are computed beside it.
         vocab_size: width of the logits; may exceed the tokenizer's vocabulary (padding).
         max_context: positions that the model was made for.
         hidden_size: width of its hidden states.
+        dtype: of hidden states and arithmetic.
     """
 
     impl: str
+    weights: str
     row_exact: bool
     vocab_size: int
     num_layers: int
     max_context: int
     hidden_size: int
+    dtype: torch.dtype
     device: torch.device
 
     def new_arena(self, slots: int) -> KVArena:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from foretell.attention import Batch, attend
 from foretell.cache import KVArena
-from foretell.kernels import HeadSpec, kernels_for
+from foretell.kernels import HeadSpec, Kernels, NativeKernels, kernels_for
+from foretell.kernels.whole import LayerSpec, WholePass
 from foretell.models.base import ForwardOutput
 from foretell.models.config import DecoderConfig, decoder_config, read_config
-from foretell.models.linear import PackedLinear, pack
+from foretell.models.linear import PackedLinear, check_weights, pack
 from foretell.models.rope import RopeTable
 from foretell.models.weights import Checkpoint, join
 from foretell.types import NO_NEEDS, Needs
@@ -51,8 +52,15 @@ class Decoder:
     impl = "decoder"
 
     def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: str = "stored",
     ) -> None:
+        check_weights(weights, device, dtype)
+        self.weights = weights
         # tied checkpoints may store the head all the same; it is the embedding
         checkpoint.require(_tensor_names(config), ["lm_head.weight"] if config.tied else [], beside=HEADS)
         self.config = config
@@ -64,17 +72,18 @@ class Decoder:
         self.dtype = dtype
         dims = (config.hidden, config.intermediate, config.head_dim)
         self._kernels = kernels_for(device, dtype, dims)
-        loader = _Loader(config, checkpoint, dtype, device)
+        loader = _Loader(config, checkpoint, dtype, device, weights)
         # the table keeps the checkpoint's dtype: half the memory, and a row converts exactly
         self._embed_VW = loader.raw("model.embed_tokens.weight", config.vocab_size, config.hidden)
         self._layers = [loader.layer(index) for index in range(config.layers)]
         self._norm_W = loader.vector("model.norm.weight", config.hidden)
         if config.tied:
-            self._head = pack(self._embed_VW, None, dtype)
+            self._head = pack(self._embed_VW, None, dtype, weights)
         else:
             self._head = loader.linear("lm_head", config.vocab_size, config.hidden)
         self.row_exact = self._kernels.row_exact and self._head.row_exact
         self._rope = RopeTable(config.rope, config.head_dim, device)
+        self._whole = _whole_pass(self._kernels, self._layers, self._norm_W, config.rms_eps)
 
     def new_arena(self, slots: int) -> KVArena:
         """An arena of this model's shape."""
@@ -84,27 +93,40 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, needs: Needs = NO_NEEDS) -> ForwardOutput:
         """One pass; see `TargetModel.forward`."""
-        kernels, eps = self._kernels, self.config.rms_eps
         table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
         x_TW = self.embed(batch.token_T)
+        wanted = [layer for layer in needs.aux_layers if layer < self.num_layers]
+        aux_TW = {layer: torch.empty_like(x_TW) for layer in wanted}
+        if self._whole is not None:
+            arena = batch.arena
+            seen = {window: batch.seen(window) for window in set(self.config.windows)}
+            cache = arena.keys_LKSD, arena.values_LKSD
+            h_TW = self._whole(x_TW, table, batch.position_T, cache, seen, aux_TW)
+        else:
+            h_TW = self._run(x_TW, table, batch, aux_TW)
+        if self.num_layers in needs.aux_layers:
+            aux_TW[self.num_layers] = x_TW
+        rows_RW = h_TW[batch.logit_R]
+        logits_RV = self.head(rows_RW) if len(rows_RW) else h_TW.new_empty(0, self.vocab_size)
+        return ForwardOutput(logits_RV, h_TW if needs.last_hidden else None, aux_TW)
+
+    def _run(
+        self, x_TW: Tensor, table: tuple[Tensor, Tensor], batch: Batch, aux_TW: dict[int, Tensor]
+    ) -> Tensor:
+        """The layers, operation by operation; `WholePass` does the same in one call."""
+        kernels, eps = self._kernels, self.config.rms_eps
         delta_TW: Tensor | None = None
-        aux_TW: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             h_TW = kernels.add_norm(x_TW, delta_TW, layer.attn_norm_W, eps)
-            if index in needs.aux_layers:
-                aux_TW[index] = x_TW.clone()
+            if index in aux_TW:
+                aux_TW[index].copy_(x_TW)
             qkv_TF = layer.qkv(h_TW)
             kernels.rope(qkv_TF, table, batch.position_T, layer.spec, layer.qk_norms, eps)
             q_THD, k_TKD, v_TKD = _split_heads(qkv_TF, layer.spec)
             mixed_TW = attend(index, q_THD, k_TKD, v_TKD, batch, layer.spec, kernels)
             h_TW = kernels.add_norm(x_TW, layer.out(mixed_TW), layer.mlp_norm_W, eps)
             delta_TW = layer.down(kernels.silu_mul(layer.gate_up(h_TW)))
-        h_TW = kernels.add_norm(x_TW, delta_TW, self._norm_W, eps)
-        if self.num_layers in needs.aux_layers:
-            aux_TW[self.num_layers] = x_TW
-        rows_RW = h_TW[batch.logit_R]
-        logits_RV = self.head(rows_RW) if len(rows_RW) else h_TW.new_empty(0, self.vocab_size)
-        return ForwardOutput(logits_RV, h_TW if needs.last_hidden else None, aux_TW)
+        return kernels.add_norm(x_TW, delta_TW, self._norm_W, eps)
 
     @torch.inference_mode()
     def embed(self, token_T: Tensor) -> Tensor:
@@ -118,6 +140,21 @@ class Decoder:
         return logits_RV
 
 
+def _whole_pass(kernels: Kernels, layers: list[_Layer], norm_W: Tensor, eps: float) -> WholePass | None:
+    """The layers as one call, where compiled kernels run all of them."""
+    if not isinstance(kernels, NativeKernels):
+        return None
+    specs = []
+    for layer in layers:
+        matrices = [part.matrix() for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        if any(matrix is None for matrix in matrices):
+            return None
+        qkv, out, gate_up, down = (matrix for matrix in matrices if matrix is not None)
+        norms = layer.attn_norm_W, layer.mlp_norm_W, layer.qk_norms
+        specs.append(LayerSpec(*norms, qkv, out, gate_up, down, layer.spec))
+    return WholePass(kernels, specs, norm_W, eps) if WholePass.fits(specs) else None
+
+
 def _split_heads(qkv_TF: Tensor, spec: HeadSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the fused projection: q [T, H, D], k and v [T, K, D]."""
     qkv_TAD = qkv_TF.unflatten(1, (-1, spec.dim))
@@ -129,8 +166,14 @@ class _Loader:
     """Takes tensors from a checkpoint and lays them out for the decoder."""
 
     def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: str,
     ) -> None:
+        self._weights = weights
         self._config = config
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -153,7 +196,8 @@ class _Loader:
             [self._checkpoint.get(f"{name}.bias", (outputs,)) for name, outputs in parts] if bias else None
         )
         joined = join(weights, self._device)
-        return pack(joined, None if biases is None else join(biases, self._device), self._dtype)
+        bias_O = None if biases is None else join(biases, self._device)
+        return pack(joined, bias_O, self._dtype, self._weights)
 
     def layer(self, index: int) -> _Layer:
         config, at = self._config, f"model.layers.{index}"
@@ -207,17 +251,18 @@ def _tensor_names(config: DecoderConfig) -> Iterator[str]:
             yield from (f"{at}.self_attn.q_norm.weight", f"{at}.self_attn.k_norm.weight")
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device, *, widen: bool = False) -> Decoder:
+def load_decoder(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, weights: str = "stored"
+) -> Decoder:
     """The own decoder for a model folder.
 
     Args:
         dtype: of activations and arithmetic.
-        widen: keep weights in `dtype` instead of the checkpoint's own 16 bits; the results are the same.
+        weights: how matrices are kept; see `foretell.models.linear.pack`.
 
     Raises:
         Unsupported: the configuration needs the transformers adapter.
-        InputError: the folder is damaged, or its tensors do not fit its config.json.
+        InputError: the folder is damaged, or its tensors do not fit its config.json; or these weights
+            cannot be had here.
     """
-    return Decoder(
-        decoder_config(read_config(folder)), Checkpoint(folder, dtype if widen else None), dtype, device
-    )
+    return Decoder(decoder_config(read_config(folder)), Checkpoint(folder), dtype, device, weights)

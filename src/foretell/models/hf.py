@@ -115,7 +115,8 @@ class HfModel:
 
     impl = "hf"
 
-    def __init__(self, graph: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, graph: Any, dtype: torch.dtype, device: torch.device, weights: str = "stored") -> None:
+        self.weights = weights
         self.device = device
         self.dtype = dtype
         self._graph = graph
@@ -129,7 +130,7 @@ class HfModel:
             raise InputError(
                 f"{type(graph).__name__} is no attention model that can be run here: {error}"
             ) from error
-        self._linears_exact = _pack_linears(graph, dtype)
+        self._linears_exact = _pack_linears(graph, dtype, weights)
         self._kv_heads, self._dim = self._probe()
         self._kernels = kernels_for(device, dtype, (self._dim,))
         # norms and activations of the graph are torch's, which treat each row alone as well
@@ -252,13 +253,13 @@ def _decoder_layers(graph: nn.Module, count: int) -> nn.ModuleList:
     raise InputError(f"{type(graph).__name__} has no list of {count} layers")
 
 
-def _pack_linears(graph: nn.Module, dtype: torch.dtype) -> bool:
+def _pack_linears(graph: nn.Module, dtype: torch.dtype, weights: str) -> bool:
     """Replaces every plain nn.Linear; returns whether no product is left to a kernel that mixes rows."""
     for name, module in list(graph.named_modules()):
         if type(module) is nn.Linear:
             bias_O = None if module.bias is None else module.bias.data
             parent = graph.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], pack_linear(module.weight.data, bias_O, dtype))
+            setattr(parent, name.rpartition(".")[2], pack_linear(module.weight.data, bias_O, dtype, weights))
     graph.to(dtype)
     matrices = [p for n, p in graph.named_parameters() if p.ndim > 1 and "embed" not in n]
     packed = [m for m in graph.modules() if hasattr(m, "row_exact")]
@@ -277,7 +278,12 @@ def _refuse_moving_rope(config: Any) -> None:
 
 
 def load_hf(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, allow_untested: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    weights: str = "stored",
+    allow_untested: bool = False,
 ) -> HfModel:
     """The transformers graph of a model folder with our attention.
 
@@ -312,4 +318,4 @@ def load_hf(
     }
     if problems:
         raise InputError(f"{folder} does not fit {architecture}: {problems}")
-    return HfModel(graph.eval().to(device), dtype, device)
+    return HfModel(graph.eval().to(device), dtype, device, weights)

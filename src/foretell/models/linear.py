@@ -18,8 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretell.errors import InputError
 from foretell.kernels import native_kernels
+from foretell.kernels.base import PANEL
+from foretell.kernels.native import KINDS
+from foretell.kernels.whole import Matrix
 
+WEIGHTS = ("stored", "fp32", "fp16", "int8")
 _ROWS_HINT = 8  # rows that oneDNN's layout is chosen for
 
 
@@ -37,14 +42,34 @@ class _Panels:
         assert kernels is not None
         self._kernels = kernels
         self._outputs = weight_OI.shape[0]
-        self._packed = kernels.pack(weight_OI)
-        missing = self._packed.shape[0] * self._packed.shape[2] - self._outputs
-        self._bias_O = None if bias_O is None else F.pad(bias_O.float(), (0, missing))
+        self.packed = kernels.pack(weight_OI)
+        missing = self.packed.shape[0] * self.packed.shape[2] - self._outputs
+        self.bias_O = None if bias_O is None else F.pad(bias_O.float(), (0, missing))
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         if x_TI.dtype != torch.float32:
             raise TypeError(f"this product takes float32 activations, got {x_TI.dtype}")
-        out_TO = self._kernels.linear(x_TI.contiguous(), self._packed, self._bias_O)
+        out_TO = self._kernels.linear(x_TI.contiguous(), self.packed, self.bias_O)
+        return out_TO if out_TO.shape[1] == self._outputs else out_TO[:, : self._outputs].contiguous()
+
+
+class _Panels8:
+    """The compiled 8-bit kernel: weights and activations are rounded in blocks of 64 inputs, each row's
+    by its own values."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        kernels = native_kernels()
+        assert kernels is not None
+        self._kernels = kernels
+        self._outputs = weight_OI.shape[0]
+        self.packed = kernels.pack8(weight_OI)
+        missing = self.packed.shape[0] * PANEL - self._outputs
+        self.bias_O = None if bias_O is None else F.pad(bias_O.float(), (0, missing))
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        if x_TI.dtype != torch.float32:
+            raise TypeError(f"this product takes float32 activations, got {x_TI.dtype}")
+        out_TO = self._kernels.linear8(x_TI.contiguous(), self.packed, self.bias_O)
         return out_TO if out_TO.shape[1] == self._outputs else out_TO[:, : self._outputs].contiguous()
 
 
@@ -72,6 +97,7 @@ class _Plain:
 
 _PRODUCTS: Mapping[str, Callable[[Tensor, Tensor | None], _Product]] = {
     "panels": _Panels,
+    "panels8": _Panels8,
     "onednn": _OneDnn,
     "torch": _Plain,
 }
@@ -81,7 +107,7 @@ class PackedLinear(nn.Module):
     """y = x @ weight.T + bias; the weight that it was made from may be freed.
 
     Attributes:
-        kernel: "panels", "onednn" or "torch".
+        kernel: "panels", "panels8", "onednn" or "torch".
         row_exact: a row of y is the same bits however many rows x has.
     """
 
@@ -91,6 +117,14 @@ class PackedLinear(nn.Module):
         self.kernel = kernel
         self.row_exact = kernel != "torch"
         self._product = _PRODUCTS[kernel](weight_OI, bias_O)
+
+    def matrix(self) -> Matrix | None:
+        """The packed weight for a pass of compiled code, where it has one."""
+        product = self._product
+        if not isinstance(product, (_Panels, _Panels8)):
+            return None
+        kind = KINDS[product.packed.dtype]
+        return Matrix(product.packed, product.bias_O, self.in_features, self.out_features, kind)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -107,13 +141,43 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> str:
     return "onednn" if torch.backends.mkldnn.is_available() else "torch"
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None = None, dtype: torch.dtype = torch.float32) -> PackedLinear:
+def pack(
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    weights: str = "stored",
+) -> PackedLinear:
     """The linear layer of a weight, for activations of `dtype` on the weight's device.
 
-    A weight in fp16 or bf16 with fp32 activations keeps its 16 bits where the kernel can widen them:
-    the result is bit for bit that of the same weight in fp32.
+    Args:
+        weights: "stored" keeps 16 bits where the kernel can widen them, with the same results bit for bit
+            as "fp32"; "fp16" and "int8" round (CPU with the compiled kernels only).
+
+    Raises:
+        InputError: these weights cannot be had here.
     """
+    check_weights(weights, weight_OI.device, dtype)
+    if weights == "int8":
+        return PackedLinear(weight_OI, bias_O, "panels8")
+    if weights in ("fp32", "fp16"):
+        weight_OI = weight_OI.to(torch.float32 if weights == "fp32" else torch.float16)
     kernel = choose_kernel(weight_OI.device, dtype)
     if kernel == "torch":
         weight_OI, bias_O = weight_OI.to(dtype), None if bias_O is None else bias_O.to(dtype)
     return PackedLinear(weight_OI, bias_O, kernel)
+
+
+def check_weights(weights: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Whether matrices can be kept so on this device.
+
+    Raises:
+        InputError: they cannot, or there is no such form.
+    """
+    if weights not in WEIGHTS:
+        raise InputError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
+    if weights != "stored" and (device.type != "cpu" or dtype != torch.float32):
+        raise InputError(f"weights {weights} are for the CPU; on {device.type} they are kept in {dtype}")
+    if weights == "int8" and native_kernels() is None:
+        raise InputError(
+            "weights int8 need the compiled kernels", hint="install a C compiler, or foretell[compiler]"
+        )

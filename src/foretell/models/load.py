@@ -14,6 +14,7 @@ from foretell.models.base import TargetModel
 from foretell.models.catalog import Report, locate
 from foretell.models.config import Unsupported, architecture_of, read_config
 from foretell.models.hf import TESTED, load_hf
+from foretell.models.linear import check_weights
 from foretell.models.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def load_model(
     *,
     device: str = "auto",
     impl: str = "auto",
+    weights: str = "stored",
     allow_untested: bool = False,
     report: Report | None = None,
 ) -> LoadedModel:
@@ -65,6 +67,7 @@ def load_model(
         name: see `locate`.
         device: "auto", "cpu" or "cuda[:N]". fp32 arithmetic on the CPU, bf16 on CUDA.
         impl: "decoder" (own), "hf" (transformers' graph), "auto" (own where it can).
+        weights: how matrices are kept: "stored" (as in the checkpoint), "fp32", "fp16", "int8" (CPU only).
         allow_untested: run architectures that have no parity test through transformers.
         report: see `locate`.
 
@@ -74,10 +77,11 @@ def load_model(
     if impl not in IMPLS:
         raise InputError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     where = pick_device(device)
+    check_weights(weights, where, compute_dtype(where))
     folder = locate(name) if report is None else locate(name, report)
     config = read_config(folder)
     tokenizer = Tokenizer(folder)
-    model = _load(folder, impl, where, allow_untested)
+    model = _load(folder, impl, where, weights, allow_untested)
     if allow_untested and (model.impl == "decoder" or architecture_of(config) in TESTED):
         _log.warning("allow_untested has no effect: %s is tested", architecture_of(config))
     return LoadedModel(name, folder, model, tokenizer, end_token_ids(folder, config, tokenizer))
@@ -88,20 +92,20 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _load(folder: Path, impl: str, device: torch.device, allow_untested: bool) -> TargetModel:
+def _load(folder: Path, impl: str, device: torch.device, weights: str, allow_untested: bool) -> TargetModel:
     dtype = compute_dtype(device)
     if impl != "hf":
         from foretell.models.decoder import load_decoder
 
         try:
-            return load_decoder(folder, dtype, device)
+            return load_decoder(folder, dtype, device, weights=weights)
         except Unsupported as reason:
             if impl == "decoder":
                 architecture = architecture_of(read_config(folder))
                 raise InputError(
                     f"the own decoder cannot run {architecture}: {reason}", hint="use --impl hf"
                 ) from None
-    return load_hf(folder, dtype, device, allow_untested=allow_untested)
+    return load_hf(folder, dtype, device, weights=weights, allow_untested=allow_untested)
 
 
 def end_token_ids(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> frozenset[int]:

@@ -27,15 +27,13 @@ class Checkpoint:
     Args:
         folder: with safetensors files; or, where `pickled`, with pytorch_model.bin or another .bin or .pt
             file of tensors (draft heads are published so).
-        dtype: convert tensors to it; None = leave them as they are.
 
     Raises:
         InputError: no weight files, or one is damaged or truncated.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None = None, *, pickled: bool = False) -> None:
+    def __init__(self, folder: Path, *, pickled: bool = False) -> None:
         self.folder = folder
-        self._dtype = dtype
         paths = self._paths(folder, pickled)
         self._files = {path: _open(path) for path in paths}
         self._where = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
@@ -75,7 +73,7 @@ class Checkpoint:
         tensor = self._files[self._where[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise InputError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        return tensor
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Per tensor, its elements and its bytes; no tensor is read."""

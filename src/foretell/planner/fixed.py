@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretell.planner.base import PlannedRequest
-from foretell.types import StepPlan
+from foretell.planner.base import PlannedRequest, StepReport
+from foretell.types import DraftTree, StepPlan
 
 
 class FixedPlanner:
@@ -18,6 +18,18 @@ class FixedPlanner:
     def plan(self, requests: Sequence[PlannedRequest]) -> list[StepPlan]:
         """See `Planner.plan`."""
         return [self._plan(request.remaining - 1) for request in requests]
+
+    def choose(
+        self, requests: Sequence[PlannedRequest], trees: Sequence[DraftTree], rows: int
+    ) -> list[DraftTree]:
+        """All of them."""
+        return list(trees)
+
+    def observe(self, report: StepReport) -> None:
+        """Nothing is learned."""
+
+    def forget(self, request_id: int) -> None:
+        """Nothing was kept."""
 
     def _plan(self, room: int) -> StepPlan:
         if self.max_draft == 0:

@@ -9,19 +9,40 @@ __all__ = ["RULES", "Draws", "Rule", "Target"]
 
 _ALL = (
     Rule(
-        "coupled", coupled.verify, True, Stream.TARGET, False, "same seed, same text as without speculation"
+        name="coupled",
+        verify=coupled.verify,
+        lossless=True,
+        draft_stream=Stream.TARGET,
+        needs_q=False,
+        invariant=True,
+        about="same seed, same text as without speculation",
     ),
     Rule(
-        "rejection",
-        rejection.verify,
-        True,
-        Stream.DRAFT,
-        True,
-        "exact in distribution: accept with min(1, p/q)",
+        name="rejection",
+        verify=rejection.verify,
+        lossless=True,
+        draft_stream=Stream.DRAFT,
+        needs_q=True,
+        invariant=False,
+        about="exact in distribution: accept with min(1, p/q)",
     ),
-    Rule("block", block.verify, True, Stream.DRAFT, True, "exact in distribution: judges a chain as a whole"),
     Rule(
-        "typical", typical.verify, False, Stream.DRAFT, False, "LOSSY: keeps what the target finds plausible"
+        name="block",
+        verify=block.verify,
+        lossless=True,
+        draft_stream=Stream.DRAFT,
+        needs_q=True,
+        invariant=False,
+        about="exact in distribution: judges a chain as a whole",
+    ),
+    Rule(
+        name="typical",
+        verify=typical.verify,
+        lossless=False,
+        draft_stream=Stream.DRAFT,
+        needs_q=False,
+        invariant=False,
+        about="LOSSY: keeps what the target finds plausible",
     ),
 )
 RULES = Registry("verification rule", {rule.name: rule for rule in _ALL})

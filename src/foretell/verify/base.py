@@ -49,6 +49,7 @@ class Rule:
         lossless: whether the output keeps the target's distribution.
         draft_stream: noise that sampled drafts must be drawn with under this rule.
         needs_q: whether it reads what sampled drafts were drawn from.
+        invariant: whether the text under a seed is the same whatever was drafted.
         about: one line for help texts.
     """
 
@@ -57,6 +58,7 @@ class Rule:
     lossless: bool
     draft_stream: Stream
     needs_q: bool
+    invariant: bool
     about: str
 
 

@@ -4,25 +4,11 @@
  * scattered ancestors of a tree node, or a sparse selection). Softmax takes two passes: all
  * scores, then weights times values added up key by key in that order. A "row-head" is one query
  * head of one row; the row-heads of a task share one K/V head, so K and V are read once for them. */
-#include "common.h"
+#include "pass.h"
 
 #define TILE 4        /* row-heads that share one pass over keys in registers */
 #define MAX_CHUNK 16  /* row-heads of a task, at most */
 #define KEY_BLOCK 128 /* keys that stay in the L1/L2 cache while all tiles of a task pass them */
-
-typedef struct {
-  const float *q, *k_new, *v_new;
-  float *out, *k, *v;
-  int64_t q_stride, kv_stride, head_stride;         /* floats between rows; between arena heads */
-  int64_t rows, heads, kv_heads, dim;
-  const int64_t *slot;                              /* per row: the arena slot of its K and V */
-  const int64_t *base, *lo, *hi;                    /* per row: first slot of its request, range */
-  const int64_t *extra_start, *extra;               /* per row: CSR of further slots */
-  const int64_t *task_row, *task_kv, *task_first, *task_count; /* row-heads, per task */
-  int64_t tasks, chunk;
-  const float *sinks;                               /* per head, or null */
-  float scale, softcap;                             /* softcap 0: none */
-} attend_t;
 
 typedef struct {
   const float *q;
@@ -169,13 +155,17 @@ static void attend_task(void *p, int64_t task) {
   attend_rowheads(a, t, count, a->k + origin, a->v + origin);
 }
 
+static void store_task(void *p, int64_t row) {
+  const attend_t *a = p;
+  for (int64_t h = 0; h < a->kv_heads; h++) {
+    int64_t to = h * a->head_stride + a->slot[row] * a->dim, from = row * a->kv_stride + h * a->dim;
+    memcpy(a->k + to, a->k_new + from, (size_t)a->dim * sizeof(float));
+    memcpy(a->v + to, a->v_new + from, (size_t)a->dim * sizeof(float));
+  }
+}
+
 /* Stores each row's K and V at its slot, then attends: out[rows, heads, dim]. */
 void ft_attend(attend_t *a, int threads) {
-  for (int64_t r = 0; r < a->rows; r++)
-    for (int64_t h = 0; h < a->kv_heads; h++) {
-      int64_t to = h * a->head_stride + a->slot[r] * a->dim, from = r * a->kv_stride + h * a->dim;
-      memcpy(a->k + to, a->k_new + from, (size_t)a->dim * sizeof(float));
-      memcpy(a->v + to, a->v_new + from, (size_t)a->dim * sizeof(float));
-    }
+  parallel_for(a->rows, 1, store_task, a);
   parallel_for(a->tasks, threads, attend_task, a);
 }

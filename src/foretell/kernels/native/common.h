@@ -15,6 +15,7 @@
 #define FORETELL_COMMON_H
 
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,6 +42,26 @@ typedef struct {
   int64_t count, next;
 } job_t;
 
+/* Threads that run one function together (pass.c). Inside, every parallel_for is shared by all members,
+ * who call it in the same order with equal arguments, and ends with a barrier. */
+typedef struct {
+  int64_t members, arrived;
+  int64_t *next; /* per parallel_for of the function: the next task; zero at first */
+} team_t;
+extern __thread team_t *ft_team;
+extern __thread int64_t ft_member, ft_job, ft_phase;
+
+static inline void meet(team_t *team) {
+  int64_t all = ++ft_phase * team->members;
+  __atomic_fetch_add(&team->arrived, 1, __ATOMIC_ACQ_REL);
+  for (int64_t spins = 0; __atomic_load_n(&team->arrived, __ATOMIC_ACQUIRE) < all; spins++) {
+    if (spins > 20000) sched_yield(); /* a member has lost its core */
+#if defined(__x86_64__)
+    else __builtin_ia32_pause();
+#endif
+  }
+}
+
 static inline void work(void *p) {
   job_t *job = p;
   for (;;) {
@@ -50,7 +71,21 @@ static inline void work(void *p) {
   }
 }
 
+static inline void team_for(team_t *team, int64_t count, int threads, void (*task)(void *, int64_t), void *arg) {
+  int64_t *next = &team->next[ft_job++];
+  if (threads < 2 || count < 2) {
+    if (ft_member == 0) for (int64_t i = 0; i < count; i++) task(arg, i);
+  } else {
+    for (int64_t i; (i = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < count;) task(arg, i);
+  }
+  meet(team);
+}
+
 static inline void parallel_for(int64_t count, int threads, void (*task)(void *, int64_t), void *arg) {
+  if (ft_team) {
+    team_for(ft_team, count, threads, task, arg);
+    return;
+  }
   job_t job = {task, arg, count, 0};
   if (threads < 2 || count < 2 || !ft_gomp_parallel) work(&job);
   else ft_gomp_parallel(work, &job, (unsigned)threads, 0);

@@ -2,6 +2,8 @@
 #include "common.h"
 
 gomp_parallel_fn ft_gomp_parallel = 0;
+__thread team_t *ft_team = 0;
+__thread int64_t ft_member = 0, ft_job = 0, ft_phase = 0;
 
 /* `parallel` is GOMP_parallel of the OpenMP runtime in this process, or null. */
 void ft_init(void *parallel) { ft_gomp_parallel = (gomp_parallel_fn)parallel; }

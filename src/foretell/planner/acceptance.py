@@ -1,0 +1,158 @@
+"""How often drafts are kept: per origin, by what the drafter itself thought, by depth, and per request.
+
+Everything is a count with a prior, and old counts fade: text changes. A drafter's confidence is only a
+feature here; what it is worth is measured (calibration).
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+from foretell.types import DraftTree
+
+_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.97)  # of confidence given the token before
+_FADE = 0.94  # of a count, per observation in it
+_IDLE = 0.996  # of every count, per step: what has not been tried for long is tried again
+_WEIGHT = 3.0  # of the prior, in observations
+_DEEPEST = 64
+_UNKNOWN = 0.55  # prior where a drafter has no opinion
+
+
+@dataclass(slots=True)
+class Share:
+    """A share with a prior: `kept` of `seen`."""
+
+    prior: float
+    kept: float = 0.0
+    seen: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return (self.kept + _WEIGHT * self.prior) / (self.seen + _WEIGHT)
+
+    def observe(self, kept: bool) -> None:
+        """One more."""
+        self.kept = _FADE * self.kept + kept
+        self.seen = _FADE * self.seen + 1
+
+    def fade(self) -> None:
+        """A step has passed."""
+        self.kept *= _IDLE
+        self.seen *= _IDLE
+
+
+@dataclass(slots=True)
+class _Origin:
+    """Counts of one drafter."""
+
+    by_confidence: dict[int, Share] = field(default_factory=dict)
+    by_depth: list[Share] = field(default_factory=list)
+
+    def given(self, confidence: float | None, depth: int) -> Share:
+        """The share of tokens that were kept after the one before them was."""
+        if confidence is None:
+            return self.at(depth)
+        place = bisect.bisect(_EDGES, confidence)
+        if place not in self.by_confidence:
+            low = _EDGES[place - 1] if place else 0.0
+            high = _EDGES[place] if place < len(_EDGES) else 1.0
+            self.by_confidence[place] = Share((low + high) / 2)
+        return self.by_confidence[place]
+
+    def at(self, depth: int) -> Share:
+        """By depth alone, the first token's being 0."""
+        depth = min(depth, _DEEPEST - 1)
+        while len(self.by_depth) <= depth:
+            self.by_depth.append(Share(_UNKNOWN))
+        return self.by_depth[depth]
+
+
+class Acceptance:
+    """What to expect of drafts.
+
+    Requests differ: each has a factor, what it kept against what was expected of it.
+    """
+
+    def __init__(self) -> None:
+        self._origins: dict[int, _Origin] = {}
+        self._factors: dict[int, tuple[float, float]] = {}  # tokens kept, tokens expected
+
+    def chances(self, request_id: int, tree: DraftTree) -> list[float]:
+        """For every node, the chance that its whole path is kept."""
+        factor = self.factor(request_id)
+        return [min(0.999, chance * factor) for chance in self._plain(tree)]
+
+    def factor(self, request_id: int) -> float:
+        """How much better this request's drafts do than others'."""
+        kept, expected = self._factors.get(request_id, (0.0, 0.0))
+        return min(1.5, (kept + 1) / (expected + 1))
+
+    def by_depth(self, length: int) -> list[float]:
+        """The chance that a draft is kept at least so deep, for depths 1 .. length. Of several drafters it
+        is the last one's: those before it draft for free."""
+        known = self._origins.setdefault(max(self._origins, default=0), _Origin())
+        chance, out = 1.0, []
+        for depth in range(length):
+            chance *= known.at(depth).mean
+            out.append(chance)
+        return out
+
+    def observe(self, request_id: int, tree: DraftTree, path: tuple[int, ...]) -> None:
+        """A draft was judged."""
+        if not len(tree):
+            return
+        known = self._origins.setdefault(tree.origin, _Origin())
+        kept, expected = self._factors.get(request_id, (0.0, 0.0))
+        self._factors[request_id] = (
+            0.9 * kept + len(path),
+            0.9 * expected + _expected(self._plain(tree), tree),
+        )
+        accepted = {-1, *path}
+        reached: set[int] = set()
+        for node, parent in enumerate(tree.parents):
+            if parent in accepted:
+                known.given(_given(tree, node), tree.depth(node) - 1).observe(node in accepted)
+                reached.add(parent)
+        if tree.confidence is not None:  # the depths' shares count drafts, not siblings
+            for depth, parent in enumerate((-1, *path)):
+                if parent in reached:
+                    known.at(depth).observe(depth < len(path))
+
+    def step(self) -> None:
+        """A step has passed: what confidence is worth fades; depths are looked at again on purpose."""
+        for origin in self._origins.values():
+            for share in origin.by_confidence.values():
+                share.fade()
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        self._factors.pop(request_id, None)
+
+    def _plain(self, tree: DraftTree) -> list[float]:
+        known = self._origins.setdefault(tree.origin, _Origin())
+        out: list[float] = []
+        depths: list[int] = []
+        for node, parent in enumerate(tree.parents):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            above = out[parent] if parent >= 0 else 1.0
+            out.append(above * known.given(_given(tree, node), depths[node]).mean)
+        return out
+
+
+def _given(tree: DraftTree, node: int) -> float | None:
+    """The drafter's confidence in a token, given the one before it."""
+    if tree.confidence is None:
+        return None
+    parent = tree.parents[node]
+    above = tree.confidence[parent] if parent >= 0 else 1.0
+    return tree.confidence[node] / above if above > 0 else 0.0
+
+
+def _expected(chances: list[float], tree: DraftTree) -> float:
+    """Tokens that a draft is expected to gain; siblings exclude each other, so at most one per depth."""
+    by_depth: dict[int, float] = {}
+    for node, chance in enumerate(chances):
+        depth = tree.depth(node)
+        by_depth[depth] = by_depth.get(depth, 0.0) + chance
+    return sum(min(1.0, total) for total in by_depth.values())

@@ -1,0 +1,209 @@
+"""The planner that measures: it lets a draft be verified as far as that is expected to pay.
+
+Before drafting it decides how long a draft may be, from what drafting costs and how deep drafts have been
+kept. Afterwards it keeps, over the whole batch, the nodes that are most likely to be accepted, as many as
+raise the expected tokens per second: one more row costs what the cost table says, and gains its chance.
+Drafts that were sampled are kept whole, because dropping a token by its looks would bias what is emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretell.planner.acceptance import Acceptance
+from foretell.planner.base import PlannedRequest, StepReport
+from foretell.planner.cost import CostTable
+from foretell.types import EMPTY_TREE, DraftTree, StepPlan
+
+_FREE = 0.02  # drafting that costs less than this share of a step is done without asking
+_MARGIN = 1.01  # gain that a draft must promise: what is measured is never quite true
+_PROBE = 4  # tokens of a draft that only looks whether drafting pays
+_LOOKS = 3  # such drafts in a row
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps until the next ones
+_MEMORY = 0.9
+
+
+@dataclass(slots=True)
+class _DraftCost:
+    """Seconds of drafting, as measured: per step, and per proposed token."""
+
+    per_step: float = 0.0
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def per_token(self) -> float:
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """One step's drafting."""
+        self.per_step = _MEMORY * self.per_step + (1 - _MEMORY) * seconds if self.tokens else seconds
+        self.seconds = _MEMORY * self.seconds + seconds
+        self.tokens = _MEMORY * self.tokens + tokens
+
+
+@dataclass(slots=True)
+class _WholeDrafts:
+    """Drafts that are verified whole or not at all: their mean size, and what they gained."""
+
+    nodes: float = 0.0
+    gain: float = 0.0
+
+    def observe(self, nodes: int, gained: int) -> None:
+        """One such draft was judged."""
+        first = not self.nodes
+        self.nodes = nodes if first else _MEMORY * self.nodes + (1 - _MEMORY) * nodes
+        self.gain = 1.0 if first else _MEMORY * self.gain + (1 - _MEMORY) * gained
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Pauses of a drafter that does not pay: a few looks, then a pause, twice as long each time."""
+
+    looks: int = _LOOKS
+    left: int = 0
+    pause: int = _FIRST_PAUSE
+
+    def tick(self) -> bool:
+        """Whether this step is a look."""
+        if self.looks > 0:
+            self.looks -= 1
+            if self.looks == 0:
+                self.left, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
+            return True
+        self.left -= 1
+        if self.left <= 0:
+            self.looks = _LOOKS
+        return False
+
+
+class AdaptivePlanner:
+    """See `Planner`.
+
+    Args:
+        cost: seconds of a step by rows.
+        max_draft: longest draft per request.
+    """
+
+    def __init__(self, cost: CostTable, max_draft: int) -> None:
+        self.cost = cost
+        self.max_draft = max_draft
+        self.acceptance = Acceptance()
+        self.draft_cost = _DraftCost()
+        self.whole = _WholeDrafts()
+        self._rest = _Rest()
+        self._looking = False  # whether this step's drafts are made only to see whether they pay
+        self._paid = False  # whether drafts that cost something were allowed in this step
+        self._waiting = True  # whether some request would not have drafted
+
+    def plan(self, requests: Sequence[PlannedRequest]) -> list[StepPlan]:
+        """How long each draft may be."""
+        self._looking = self._waiting and self._rest.tick()
+        self._waiting = False
+        plans = [self._length(request, len(requests)) for request in requests]
+        self._paid = any(plan.draft_tokens for plan in plans)
+        return plans
+
+    def choose(
+        self, requests: Sequence[PlannedRequest], trees: Sequence[DraftTree], rows: int
+    ) -> list[DraftTree]:
+        """The parts of the drafts that are worth verifying.
+
+        Args:
+            rows: what the step computes without any draft.
+        """
+        chances = [
+            self.acceptance.chances(request.id, tree) for request, tree in zip(requests, trees, strict=True)
+        ]
+        untouched = [tree.whole or tree.log_q is not None for tree in trees]
+        fixed = sum(len(tree) for tree, own in zip(trees, untouched, strict=True) if own)
+        order = sorted(
+            (-chance, index, node)
+            for index, own in enumerate(chances)
+            if not untouched[index]
+            for node, chance in enumerate(own)
+        )
+        best, gained = 0, float(len(requests))
+        best_rate = gained / self.cost(rows + fixed) * _MARGIN
+        for count, (negative, _, _) in enumerate(order, start=1):
+            gained -= negative
+            rate = gained / self.cost(rows + fixed + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        kept: list[set[int]] = [set() for _ in trees]
+        for _, index, node in order[:best]:
+            kept[index].add(node)
+        return [
+            tree if same or len(own) == len(tree) else _part(tree, own)
+            for tree, own, same in zip(trees, kept, untouched, strict=True)
+        ]
+
+    def observe(self, report: StepReport) -> None:
+        """Learns from a finished step."""
+        if report.prompt_rows == 0:
+            self.cost.observe(report.rows, report.target_s + report.verify_s + report.rest_s)
+        if report.proposed and self._paid:
+            self.draft_cost.observe(report.draft_s, report.proposed)
+        self.acceptance.step()
+        for request_id, tree, path in report.judged:
+            self.acceptance.observe(request_id, tree, path)
+            if tree.whole and len(tree):
+                self.whole.observe(len(tree), len(path))
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        self.acceptance.forget(request_id)
+
+    def _length(self, request: PlannedRequest, batch: int) -> StepPlan:
+        room = min(self.max_draft, request.remaining - 1)
+        if room <= 0:
+            return StepPlan(0, "nothing is left to draft" if self.max_draft else "speculation is off")
+        if self.whole.nodes:
+            return self._whole_or_none(room, batch)
+        if self.draft_cost.per_step < _FREE * self.cost(batch):
+            return StepPlan(room, "drafting is free")
+        best = self._best_length(request.id, room, batch, self.draft_cost.per_token)
+        if best:
+            return StepPlan(best, "as long as it pays", free_tokens=room)
+        return self._off(min(_PROBE, room), room)
+
+    def _whole_or_none(self, room: int, batch: int) -> StepPlan:
+        rows = batch + round(self.whole.nodes) * batch
+        if (1 + self.whole.gain) / self.cost(rows) > _MARGIN / self.cost(batch):
+            return StepPlan(room, "whole drafts pay")
+        return self._off(room, room)
+
+    def _off(self, look: int, room: int) -> StepPlan:
+        """No draft, but for a look now and then; what is free goes on."""
+        self._waiting = True
+        if self._looking:
+            return StepPlan(look, "a look whether drafting pays", free_tokens=room)
+        return StepPlan(0, "off: drafting costs more than it gains", free_tokens=room)
+
+    def _best_length(self, request_id: int, room: int, batch: int, per_token: float) -> int:
+        """Draft length with the highest expected tokens per second; 0 = plain decoding."""
+        factor = self.acceptance.factor(request_id)
+        gained, best, best_rate = 1.0, 0, _MARGIN / self.cost(batch) * batch
+        for length, chance in enumerate(self.acceptance.by_depth(room), start=1):
+            gained += min(0.999, chance * factor)
+            rate = gained * batch / (self.cost(batch * (1 + length)) + per_token * length * batch)
+            if rate > best_rate:
+                best, best_rate = length, rate
+        return best
+
+
+def _part(tree: DraftTree, kept: set[int]) -> DraftTree:
+    """The tree without the other nodes. Chances fall along a path, so parents are kept with their
+    children."""
+    if not kept:
+        return EMPTY_TREE
+    order = sorted(kept)
+    new = {-1: -1} | {old: place for place, old in enumerate(order)}
+    confidence = None if tree.confidence is None else tuple(tree.confidence[node] for node in order)
+    return DraftTree(
+        tuple(tree.tokens[node] for node in order),
+        tuple(new[tree.parents[node]] for node in order),
+        confidence=confidence,
+        origin=tree.origin,
+    )

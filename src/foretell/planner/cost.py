@@ -1,0 +1,173 @@
+"""What a step costs by the rows it verifies: measured at load, kept per machine and model, refined while
+running.
+
+Shape suffixes: T rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from foretell.attention import Segment, pack
+from foretell.models.base import TargetModel
+from foretell.paths import cache_dir
+
+_log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32)
+_CONTEXT = 128
+_SECONDS = 2.0  # that a measurement may take
+_MEMORY = 0.9  # weight of the past in a refined entry, per step
+
+
+@dataclass
+class CostTable:
+    """Seconds of a step by rows; in between, linear; beyond the last, by the last slope.
+
+    Attributes:
+        seconds: rows -> seconds, as measured.
+        scale: how this machine runs now against when it was measured; all entries move with it.
+    """
+
+    seconds: dict[int, float]
+    scale: float = 1.0
+    _own: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._smooth()
+
+    def __call__(self, rows: int) -> float:
+        """Seconds of a step of so many rows."""
+        return self.scale * self._shape(rows)
+
+    def ratio(self, rows: int) -> float:
+        """In plain steps of one row."""
+        return self._shape(rows) / self._shape(1)
+
+    def alpha(self, rows: int) -> float:
+        """Mean cost of one more row, in plain steps, up to so many rows."""
+        return (self.ratio(rows) - 1) / (rows - 1)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """One step took so long: moves the scale, and the entries around `rows` a little."""
+        expected = self(rows)
+        if expected <= 0 or seconds <= 0:
+            return
+        error = min(4.0, max(0.25, seconds / expected))
+        self.scale *= error ** (1 - _MEMORY)
+        near = min(self._own, key=lambda known: abs(known - rows))
+        if 0.7 < rows / near < 1.5:
+            self._own[near] *= (error ** (1 - _MEMORY)) ** 0.5
+            self._smooth()
+
+    def _smooth(self) -> None:
+        """More rows never cost less; noise in a measurement must not say so."""
+        if not self._own:
+            self._own = dict(sorted(self.seconds.items()))
+        least = 0.0
+        for rows, value in self._own.items():
+            self._own[rows] = least = max(least, value)
+        self._rows = list(self._own)
+        self._values = list(self._own.values())
+
+    def _shape(self, rows: int) -> float:
+        at = bisect.bisect_left(self._rows, rows)
+        if at < len(self._rows) and self._rows[at] == rows:
+            return self._values[at]
+        at = min(max(at, 1), len(self._rows) - 1)
+        (r0, r1), (s0, s1) = self._rows[at - 1 : at + 1], self._values[at - 1 : at + 1]
+        return max(s0 + (s1 - s0) * (rows - r0) / (r1 - r0), s0 * 1e-3)
+
+
+def measure(model: TargetModel, rows: Sequence[int] = ROWS, seconds: float = _SECONDS) -> CostTable:
+    """Times steps behind 128 tokens, sizes in turn, until `seconds` are over; each size at least once."""
+    context = min(_CONTEXT, model.max_context - max(rows) - 1)
+    arena = model.new_arena(context + max(rows))
+    model.forward(pack([Segment(0, 0, [0] * context)], arena))
+    times: dict[int, list[float]] = {count: [] for count in rows}
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < 1 or (time.perf_counter() < end and rounds < 25):
+        for count in rows:
+            if rounds and time.perf_counter() > end:
+                break
+            times[count].append(_once(model, arena, context, count))
+        rounds += 1
+    # the first round warms up; where it is the only one, it must do
+    return CostTable({c: statistics.median(t[1:] or t) for c, t in times.items()})
+
+
+def _once(model: TargetModel, arena: object, context: int, rows: int) -> float:
+    from foretell.cache import KVArena
+
+    assert isinstance(arena, KVArena)
+    draft = list(range(rows - 1))
+    segment = Segment(0, context, [0], [0] * (rows - 1), [i - 1 for i in draft])
+    start = time.perf_counter()
+    logits_RV = model.forward(pack([segment], arena)).logits_RV
+    float(logits_RV[0, 0])  # waits for the device
+    return time.perf_counter() - start
+
+
+def roofline(weight_bytes: float, parameters: float, bandwidth: float, flops: float) -> CostTable:
+    """A table from a device's measures, where nothing can be measured."""
+    return CostTable({rows: max(weight_bytes / bandwidth, 2 * parameters * rows / flops) for rows in ROWS})
+
+
+def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:
+    """The table of this machine and model: from the cache, else measured and kept there."""
+    path = None if folder is None else cache_dir("cost") / f"{_key(model, folder)}.json"
+    if path is not None and (known := _read(path)) is not None:
+        return CostTable(known)
+    table = measure(model)
+    if path is not None:
+        _write(path, table.seconds)
+    return table
+
+
+def _key(model: TargetModel, folder: Path) -> str:
+    """Everything that moves a step's time: machine, threads, device, code, weights."""
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
+    parts = (
+        platform.node(),
+        device,
+        os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+        model.impl,
+        model.weights,
+        str(model.dtype),
+        str(folder.resolve()),
+        (folder / "config.json").stat().st_mtime_ns,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def _read(path: Path) -> dict[int, float] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        table = {int(rows): float(seconds) for rows, seconds in value.items()}
+    except (OSError, ValueError, AttributeError):
+        return None
+    return table if 1 in table and all(s > 0 for s in table.values()) and len(table) > 1 else None
+
+
+def _write(path: Path, seconds: Mapping[int, float]) -> None:
+    try:
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(seconds), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        _log.warning("step times are not kept: %s cannot be written: %s", path, error.strerror)
