@@ -417,7 +417,7 @@ def test_failing_download_says_why(foretell, tmp_path, monkeypatch):
 
 def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, monkeypatch):
     """The real figures come from the commands themselves; this proves that they work and what they write."""
-    from foretell.bench import items
+    from foretell.bench import items, tasks
 
     short = {
         "demo": [{"id": "a", "task": "question", "prompt": "the the the", "max_tokens": 16}],
@@ -428,6 +428,7 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
         ],
     }
     monkeypatch.setattr(items, "read", lambda name: short[name])
+    monkeypatch.setattr(tasks, "read", lambda name: short[name])
     args = ("-m", gguf_model, "--max-tokens", "16")
     code, out, _ = foretell("demo", "-m", gguf_model, "--json")
     rows = [json.loads(line) for line in out.splitlines()]
@@ -440,6 +441,30 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     saved = json.loads((tmp_path / "edit.json").read_text())
     assert {"date", "command", "torch", "cpu", "commit"} <= set(saved["provenance"])
     assert len(saved["runs"]) == 2
+    where = ("--out", str(tmp_path / "run"))
+    run = ["bench", "run", "--method", "suffix@3", "--method", "auto", "--batch", "1", "--batch", "2"]
+    run += args[:2]
+    code, out, _ = foretell(*run, "--max-tokens", "12", "--json", *where)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert {(row["method"], row["batch"]) for row in rows} == {
+        (m, b) for m in ("plain", "suffix@3", "auto") for b in (1, 2)
+    }
+    assert {"method", "task", "tokens_per_s", "ratio_to_plain", "al", "lossless"} <= set(rows[0])
+    assert all(row["lossless"] for row in rows)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "run.json",
+        "run.jsonl",
+        "run.md",
+        "run.png",
+    }
+    assert foretell(*run, "--max-tokens", "11", *where)[0] == 2, "another measurement lies there"
+    drafters = ("bench", "drafters", *args, "--per-task", "1", "--json", "--out", str(tmp_path))
+    code, out, _ = foretell(*drafters)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert {row["method"] for row in rows} >= {"plain", "ngram", "suffix", "lookahead", "auto"}
+    assert all(row["lossless"] for row in rows)
     draft = ("--draft", gguf_model)
     code, out, _ = foretell("bench", "identity", *args, *draft, "--json", "--out", str(tmp_path))
     checks = [json.loads(line) for line in out.splitlines()]

@@ -328,6 +328,10 @@ class StepStats:
             return (self.emitted - self.first_emitted) / self.decode_s
         return self.emitted / self.prefill_s if self.prefill_s > 0 else 0.0
 
+    def counters(self) -> dict[str, Any]:
+        """Everything that can be added up, but the planner's reasons."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "plans"}
+
     def to_json(self) -> dict[str, Any]:
         """Counters, rates and seconds. `plain_equivalent_steps` is what plain decoding would take."""
         return {

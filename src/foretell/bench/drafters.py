@@ -2,65 +2,32 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from foretell.api import LLM
+from foretell.bench import tasks
 from foretell.bench.compare import Row
-from foretell.bench.items import Item, read
+from foretell.bench.items import Item
 from foretell.bench.plots import figure
 from foretell.errors import InputError
-
-# Spec-Bench's first task is MT-Bench, whose own categories it keeps
-_CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 def questions(data: Path | None, llm: LLM, per_task: int, max_tokens: int) -> list[Item]:
     """First turns, the same number per task.
 
     Args:
-        data: Spec-Bench's JSONL (question_id, category, turns); None = the built-in prompts.
+        data: JSONL of any form that `tasks.load` knows; None = the built-in prompts.
 
     Raises:
-        InputError: the file is not of that form, or a task has fewer questions.
+        InputError: the file is of no such form, or a task has fewer prompts.
     """
-    records = read("identity") if data is None else _read(data)
-    tasks: dict[str, list[Item]] = {}
-    for record in records:
-        task = str(record.get("task") or record.get("category"))
-        task = "multi-turn" if task in _CHAT else task
-        items = tasks.setdefault(task, [])
-        turns: Any = record["turns"]
-        name = str(record.get("id") or record.get("question_id"))
-        if len(items) < per_task and name not in {item.id for item in items}:
-            ids = llm.encode([{"role": "user", "content": str(turns[0])}])
-            items.append(Item(name, task, ids, max_tokens))
-    if data is not None and (short := [f"{t} ({len(i)})" for t, i in tasks.items() if len(i) < per_task]):
-        raise InputError(f"{data} has fewer than {per_task} questions of {', '.join(short)}")
-    return [item for items in tasks.values() for item in items]
-
-
-def _read(path: Path) -> list[dict[str, object]]:
-    records = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not record["turns"] or not isinstance(record["turns"], list) or "category" not in record:
-                raise ValueError
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{path}, line {number}: not a question (question_id, category, turns)"
-            ) from error
-        records.append(record)
-    if not records:
-        raise InputError(f"{path} holds no questions")
-    return records
+    prompts = tasks.load(["identity" if data is None else str(data)], per_task)
+    counts = Counter(prompt.task for prompt in prompts)
+    if data is not None and (short := [f"{t} ({n})" for t, n in counts.items() if n < per_task]):
+        raise InputError(f"{data} has fewer than {per_task} prompts of {', '.join(short)}")
+    return tasks.encode(llm, prompts, max_tokens)
 
 
 def to_json(row: Row) -> dict[str, object]:

@@ -1,0 +1,238 @@
+"""Methods side by side on tasks: who is how fast, with which answers. Goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretell.bench.items import Item
+from foretell.bench.methods import Answer, Method
+from foretell.errors import InputError
+from foretell.types import SamplingParams
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One batch answered once by one method."""
+
+    method: str
+    batch: int
+    temperature: float
+    group: int
+    repeat: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.method}|{self.batch}|{self.temperature}|{self.group}|{self.repeat}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured."""
+
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    repeats: int
+    seed: int = 1234
+
+
+class Log:
+    """Finished cells, one JSON line each, so that nothing measured is lost.
+
+    Raises:
+        InputError: the file is of another measurement.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self._path = path
+        self.cells: dict[str, dict[str, Any]] = {}
+        wanted = json.loads(json.dumps(facts))
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            known = _parse(lines[0]) if lines else None
+            if known != wanted:
+                raise InputError(
+                    f"{path} holds another measurement", hint="choose another folder with --out, or remove it"
+                )
+            for line in lines[1:]:
+                if (cell := _parse(line)) is not None:  # the last line of an interrupted run may be cut
+                    self.cells[cell["key"]] = cell
+        else:
+            path.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+
+    def add(self, cell: Cell, seconds: float, items: Sequence[Item], answers: Sequence[Answer]) -> None:
+        """Appends a finished cell."""
+        value = {
+            "key": cell.key,
+            "method": cell.method,
+            "batch": cell.batch,
+            "temperature": cell.temperature,
+            "task": items[0].task,
+            "repeat": cell.repeat,
+            "seconds": seconds,
+            "answers": [
+                {
+                    "item": item.id,
+                    "ids": answer.token_ids,
+                    "first_s": answer.first_s,
+                    "gaps_s": [round(gap, 6) for gap in answer.gaps_s],
+                    "stats": None if answer.stats is None else answer.stats.counters(),
+                }
+                for item, answer in zip(items, answers, strict=True)
+            ],
+        }
+        self.cells[cell.key] = value
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")
+
+
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def groups(items: Sequence[Item], batch: int) -> list[list[Item]]:
+    """Batches of one task each; the last of a task may be smaller."""
+    out = []
+    for task in dict.fromkeys(item.task for item in items):
+        own = [item for item in items if item.task == task]
+        out += [own[start : start + batch] for start in range(0, len(own), batch)]
+    return out
+
+
+def cells(
+    methods: Sequence[Method], items: Sequence[Item], settings: Settings
+) -> Iterator[tuple[Cell, list[Item]]]:
+    """Every cell in the order of measuring: methods in turn, so that a drift of the machine hits all."""
+    for batch in settings.batches:
+        able = [m.name for m in methods if batch == 1 or m.batches]
+        for temperature in settings.temperatures:
+            for number, group in enumerate(groups(items, batch)):
+                for repeat in range(settings.repeats):
+                    shift = (number + repeat) % len(able)
+                    for name in able[shift:] + able[:shift]:
+                        yield Cell(name, batch, temperature, number, repeat), group
+
+
+def measure(
+    methods: Sequence[Method],
+    items: Sequence[Item],
+    settings: Settings,
+    log: Log,
+    clock: Callable[[], float],
+    on_cell: Callable[[], None],
+) -> None:
+    """Measures what the log does not hold yet. Each method warms up on a few tokens first."""
+    by_name = {method.name: method for method in methods}
+    warm: set[str] = set()
+    for cell, group in cells(methods, items, settings):
+        if cell.key not in log.cells:
+            method = by_name[cell.method]
+            params = SamplingParams(
+                temperature=cell.temperature, seed=settings.seed if cell.temperature else None
+            )
+            if cell.method not in warm:
+                short = Item(items[0].id, items[0].task, items[0].ids, min(8, items[0].max_tokens))
+                method.answer([short], params)
+                warm.add(cell.method)
+            start = clock()
+            answers = method.answer(group, params)
+            log.add(cell, clock() - start, group, answers)
+        on_cell()
+
+
+def summarise(log: Log) -> list[dict[str, Any]]:
+    """One object per batch size, temperature, task and method, and one over all tasks."""
+    found = list(log.cells.values())
+    out = []
+    for batch, temperature in dict.fromkeys((c["batch"], c["temperature"]) for c in found):
+        here = [c for c in found if (c["batch"], c["temperature"]) == (batch, temperature)]
+        tasks = list(dict.fromkeys(c["task"] for c in here))
+        for task in [*tasks, "overall"] if len(tasks) > 1 else tasks:
+            part = [c for c in here if task in (c["task"], "overall")]
+            plain = [c for c in part if c["method"] == PLAIN]
+            for method in dict.fromkeys(c["method"] for c in part):
+                own = [c for c in part if c["method"] == method]
+                head = {"method": method, "task": task, "batch": batch, "temperature": temperature}
+                out.append({**head, **_row(own, plain, _reference(method, part))})
+    return out
+
+
+def _reference(method: str, part: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The runs whose answers a method's must equal: the same engine's plain mode."""
+    engine = method.split(" ")[0]
+    names = {c["method"] for c in part}
+    plain = engine if engine in names and engine != method.split("@")[0] else PLAIN
+    if engine == "transformers":
+        plain = engine
+    return [c for c in part if c["method"] == plain]
+
+
+def _row(
+    own: Sequence[Mapping[str, Any]],
+    plain: Sequence[Mapping[str, Any]],
+    reference: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    speed, low, high = _speed(own)
+    base = _speed(plain)[0] if plain else None
+    answers = [a for c in own for a in c["answers"]]
+    stats = _add([a["stats"] for a in answers if a["stats"] is not None])
+    wanted = {a["item"]: a["ids"] for c in reference for a in c["answers"]}
+    same = [a["ids"] == wanted[a["item"]] for a in answers if a["item"] in wanted]
+    gaps = sorted(gap for a in answers for gap in a["gaps_s"])
+    ratio = None if base is None else speed / base
+    per_step = stats["emitted"] / stats["steps"] if stats.get("steps") else None
+    return {
+        "tokens_per_s": round(speed, 3),
+        "spread": [round(low, 3), round(high, 3)],
+        "ratio_to_plain": None if ratio is None else round(ratio, 4),
+        "al": round(1 + stats["accepted"] / stats["drafts"], 4) if stats.get("drafts") else 1.0,
+        "tokens_per_step": None if per_step is None else round(per_step, 4),
+        "overhead_c": round(per_step / ratio - 1, 4) if per_step and ratio else None,
+        "lossless": all(same) if same else None,
+        "identical": [sum(same), len(same)],
+        "ttft_s": round(statistics.median(a["first_s"] for a in answers), 4),
+        "itl_ms": round(1000 * statistics.median(gaps), 3) if gaps else None,
+        "itl_p99_ms": round(1000 * gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))], 3) if gaps else None,
+        "marginal_acceptance": [round(x / stats["drafts"], 4) for x in stats.get("accepted_at", [])]
+        if stats.get("drafts")
+        else [],
+        "seconds": {
+            k: round(stats[k], 3) for k in ("draft_s", "target_s", "verify_s", "rest_s") if k in stats
+        },
+        "answers": len(answers),
+    }
+
+
+def _speed(own: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Tokens per second from the medians of the repeats, and over the fastest and slowest of them."""
+    by_group: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in own:
+        by_group.setdefault(cell["key"].rpartition("|")[0], []).append(cell)
+    tokens = sum(sum(len(a["ids"]) for a in same[0]["answers"]) for same in by_group.values())
+    times = [[c["seconds"] for c in same] for same in by_group.values()]
+    middle = sum(statistics.median(t) for t in times)
+    return tokens / middle, tokens / sum(map(max, times)), tokens / sum(map(min, times))
+
+
+def _add(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums of counters; lists are added place by place."""
+    out: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, list):
+                old = out.setdefault(name, [])
+                old += [0] * (len(value) - len(old))
+                for place, number in enumerate(value):
+                    old[place] += number
+            else:
+                out[name] = out.get(name, 0) + value
+    return out
