@@ -107,7 +107,8 @@ def engine(
 ) -> Engine:
     """An engine on a tiny model; `drafter` is a name or a drafter."""
     if isinstance(drafter, str):
-        drafter = build_drafter(drafter, options or {}, DrafterContext(model, None, kv_slots))
+        context = DrafterContext(model, None, kv_slots, learning=RULES[rule].invariant)
+        drafter = build_drafter(drafter, options or {}, context)
     return Engine(
         model,
         drafter,

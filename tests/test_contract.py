@@ -54,7 +54,7 @@ def make(target, decoder, tmp_path_factory):
     (root / "tree.json").write_text(json.dumps([[0], [1], [0, 0], [1, 0], [0, 0, 0]]))
     other = decoder("llama", hidden_size=16, num_hidden_layers=1)
 
-    def build(case: str):
+    def build(case: str, *, learning: bool = True):
         spec, *options = case.split()
         values = dict(option.split("=") for option in options)
         if spec == "draft":
@@ -62,11 +62,12 @@ def make(target, decoder, tmp_path_factory):
         if spec == "self":
             return oracle.draft_model(target, target)
         if spec == "suffix+draft":
-            return CombinedDrafter(SuffixDrafter(SuffixOptions()), oracle.draft_model(target, target))
+            suffix = SuffixDrafter(SuffixOptions(pool_mb=64 if learning else 0))
+            return CombinedDrafter(suffix, oracle.draft_model(target, target))
         for name, folder in folders.items():
             spec = f"{spec}:{folder}" if spec.split("+")[-1] == name else spec
         values = {k: str(root / "tree.json") if v == "FILE" else v for k, v in values.items()}
-        return build_drafter(spec, values, DrafterContext(target, None, 512))
+        return build_drafter(spec, values, DrafterContext(target, None, 512, learning=learning))
 
     return build
 
@@ -344,3 +345,15 @@ def test_sampled_drafts_are_judged_exactly(rule, width, decoder, monkeypatch):
             made[tokens[0], tokens[1]] += chance
     wanted = torch.stack([p[()][first] * p[first,] for first in range(5)])
     torch.testing.assert_close(made, wanted, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "none"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_other_rules_repeat_under_a_seed(case, rule, make, target):
+    """Their text depends on the draft, so a draft must not depend on other requests."""
+    engine = oracle.engine(target, make(case, learning=False), rule=rule, draft_tokens=6, max_batch=3)
+    params = SamplingParams(max_tokens=24, temperature=0.9, top_k=12, seed=3)
+    first = [oracle.run(engine, [p], params)[0].output_ids for p in PROMPTS]
+    again = [oracle.run(engine, [p], params)[0].output_ids for p in PROMPTS[::-1]][::-1]
+    batch = [r.output_ids for r in oracle.run(engine, PROMPTS, params)]
+    assert first == again == batch

@@ -6,9 +6,12 @@ found in other engines, the proof that this test would see it.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from foretell.engine.verification import verify
 from foretell.noise import Stream
 from foretell.sampling import Sampler
 from foretell.types import DraftTree, SamplingParams, chain
@@ -218,9 +221,10 @@ def sampled_counts(residual_stream: Stream, runs: int) -> list[int]:
 
     class Draws(KeyedDraws):
         def sample(self, weights_V, depth):
-            return keyed_argmax(
-                weights_V.log(), make_key(self._seed, residual_stream, self._position + depth)
-            )
+            place = self._position + depth
+            if residual_stream == Stream.DRAFT:  # the very key that the draft was drawn with
+                place = (self._position << 16) + depth
+            return keyed_argmax(weights_V.log(), make_key(self._seed, residual_stream, place))
 
     p, q = torch.tensor([0.1, 0.6, 0.3]).log(), torch.tensor([0.05, 0.9, 0.05]).log()
     params, logits, counts = SamplingParams(temperature=1.0), torch.stack([p, p]), [0, 0, 0]
@@ -238,6 +242,49 @@ def test_streams_are_independent_and_sharing_one_is_seen():
     limit = 13.8  # chi-square, two degrees of freedom, p = 0.001
     assert chi_square(sampled_counts(Stream.RESIDUAL, 60_000), [0.1, 0.6, 0.3]) < limit
     assert chi_square(sampled_counts(Stream.DRAFT, 60_000), [0.1, 0.6, 0.3]) > limit
+
+
+def several_steps(rule: str, runs: int, monkeypatch, *, old_key: bool = False) -> float:
+    """Chi-square of three emitted tokens, over as many steps as they take, against the target: the real
+    sampler, draws and rule, chains of three drawn from a strange draft."""
+    generator = torch.Generator().manual_seed(1)
+    p_VV, q_VV = (torch.randn(3, 3, generator=generator) * 1.5 for _ in range(2))
+    if old_key:
+        monkeypatch.setattr(Sampler, "_draft_place", lambda self, ahead: self.length + ahead)
+    made: dict[tuple[int, ...], int] = {}
+    for run in range(runs):
+        tokens, seed = [0], run * 2654435761
+        sampler = Sampler(
+            SamplingParams(temperature=1.0), tokens, 1, seed, draft_stream=RULES[rule].draft_stream
+        )
+        while len(tokens) < 4:
+            drawn, log_q = [], []
+            for _ in range(3):
+                (token,), row = sampler.draw(q_VV[[*tokens, *drawn][-1]], drawn, 1)
+                drawn.append(token)
+                log_q.append(row)
+            rows = p_VV[[tokens[-1], *drawn]]
+            verdict = verify(RULES[rule], sampler, chain(drawn, log_q), rows, [0] * 4)
+            tokens += [*(drawn[node] for node in verdict.path), verdict.next_token]
+        made[tuple(tokens[1:4])] = made.get(tuple(tokens[1:4]), 0) + 1
+    probs = p_VV.double().softmax(1)
+    chi = 0.0
+    for a, b, c in itertools.product(range(3), repeat=3):
+        wanted = runs * float(probs[0, a] * probs[a, b] * probs[b, c])
+        chi += (made.get((a, b, c), 0) - wanted) ** 2 / wanted
+    return chi
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_several_steps_are_exact_too(rule, monkeypatch):
+    """A position that is drafted again must be drawn afresh: what was kept of the first draft says
+    something about its noise."""
+    limit = 54.1  # chi-square, 26 degrees of freedom, p = 0.001
+    assert several_steps(rule, 6000, monkeypatch) < limit
+
+
+def test_fault_a_position_is_drafted_again_with_the_same_noise(monkeypatch):
+    assert several_steps("block", 6000, monkeypatch, old_key=True) > 80
 
 
 def test_control_is_the_real_code():

@@ -173,6 +173,14 @@ def test_missing_unknown_and_misshaped_tensors_are_listed(layout, target, tmp_pa
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"intermediate_size": "many"}, "cannot be used"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type"),
+        ({"num_hidden_layers": None}, "one layer"),
+        ({"num_hidden_layers": "x"}, "one layer"),
+        ({"num_attention_heads": 0}, "cannot be used"),
+        ({"head_dim": -8}, "cannot be used"),
+        ({"intermediate_size": -1}, "cannot be used"),
+        ({"partial_rotary_factor": 3}, "cannot be used"),
+        ({"max_position_embeddings": 0}, "cannot be used"),
+        ({"num_key_value_heads": 3}, "cannot be used"),
     ],
 )
 def test_bad_configurations_of_a_head(change, message, target, tmp_path):
@@ -181,6 +189,28 @@ def test_bad_configurations_of_a_head(change, message, target, tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(InputError, match=message):
         build_drafter(f"eagle:{folder}", {}, context(target))
+
+
+@pytest.mark.parametrize(
+    ("writer", "drafter", "change"),
+    [
+        (lambda f: head_files.eagle3(f, "specforge"), "eagle3", {"eagle_config": "x"}),
+        (lambda f: head_files.eagle3(f, "specforge"), "eagle3", {"eagle_aux_hidden_state_layer_ids": 5}),
+        (lambda f: head_files.eagle3(f, "specforge"), "eagle3", {"eagle_aux_hidden_state_layer_ids": ["a"]}),
+        (lambda f: head_files.eagle3(f, "speculators"), "eagle3", {"transformer_layer_config": "x"}),
+        (head_files.mimo, "mtp", {"num_hidden_layers": "x"}),
+        (head_files.mimo, "mtp", {"text_config": "x"}),
+        (head_files.qwen3_next, "mtp", {"num_experts_per_tok": 99}),
+        (head_files.deepseek, "mtp", {"n_group": 3}),
+        (head_files.deepseek, "mtp", {"n_routed_experts": -4}),
+    ],
+)
+def test_bad_values_are_errors_at_the_door(writer, drafter, change, target, tmp_path):
+    folder = writer(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError):
+        build_drafter(f"{drafter}:{folder}", {}, context(target))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +297,76 @@ def test_a_prefix_hit_that_the_heads_cache_lost(target, tmp_path):
     assert not drafter._cache._kept
 
 
+@pytest.mark.parametrize("limit", [40, 64])
+def test_a_head_with_a_short_context_stops_and_the_answer_goes_on(limit, decoder, tmp_path):
+    """Far beyond the head's context: no drafts, no features kept, nothing written outside its range."""
+    target = decoder("llama", **head_files.TARGET, max_position_embeddings=1200)
+    folder = head_files.eagle(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": limit}))
+    drafter = build_drafter(f"eagle:{folder}", {}, DrafterContext(target, None, 1400))
+    engine = oracle.engine(target, drafter, draft_tokens=6, kv_slots=1400)
+    requests = [
+        engine.submit(p, SamplingParams(max_tokens=n), frozenset())
+        for p, n in zip(PROMPTS, (620, 20, 9, 600), strict=True)
+    ]
+    while not engine.idle:
+        engine.step()
+        drafter._cache.check_integrity()
+        assert all(sum(map(len, s.waiting)) <= 512 for s in drafter._states.values())
+    plain = oracle.engine(target, "none", kv_slots=1400)
+    wanted = [
+        oracle.run(plain, [p], SamplingParams(max_tokens=n))[0]
+        for p, n in zip(PROMPTS, (620, 20, 9, 600), strict=True)
+    ]
+    assert [r.output_ids for r in requests] == [r.output_ids for r in wanted]
+    assert requests[0].stats.drafts > 0
+
+
+def test_medusa_waits_for_the_whole_prompt(target, tmp_path):
+    folder = head_files.medusa(tmp_path / "head", "v1.0")
+    drafter = build_drafter(f"medusa:{folder}", {}, context(target))
+    engine = oracle.engine(target, drafter, draft_tokens=4, prefill_chunk=4)
+    engine.submit(PROMPTS[2], SamplingParams(max_tokens=4), frozenset())
+    engine.step()
+    engine.step()
+    engine.step()
+    assert engine.stats.drafted == 0, "eleven tokens in chunks of four: no state of the last one before"
+    engine.step()
+    assert engine.stats.drafted > 0
+
+
+def test_what_trainers_leave_beside_the_weights_is_not_read(target, tmp_path):
+    folder = head_files.eagle(tmp_path / "head")
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.pt", "rng_state.pt"):
+        torch.save({"step": 3}, folder / name)
+    build_drafter(f"eagle:{folder}", {}, context(target))
+    tensors = torch.load(folder / "pytorch_model.bin")
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    build_drafter(f"eagle:{folder}", {}, context(target))  # a file of an old torch
+    for content in (b"", b"\x80garbage"):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(InputError, match="damaged or truncated") as error:
+            build_drafter(f"eagle:{folder}", {}, context(target))
+        assert "weights_only" not in error.value.message
+
+
+def test_auto_goes_without_heads_that_do_not_load(model_folder, tmp_path, caplog):
+    from foretell.drafters.suffix import SuffixDrafter
+    from foretell.models.decoder import load_decoder
+
+    config, tensors = reference_heads.read(model_folder("qwen2", **head_files.TARGET))
+    _, module = reference_heads.read(head_files.mimo(tmp_path / "module"))
+    module["model.mtp_layers.0.surprise.weight"] = torch.zeros(3)
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    folder = head_files.write(tmp_path / "model", config, tensors | module)
+    model = load_decoder(folder, torch.float32, torch.device("cpu"))
+    assert isinstance(build_drafter("auto", {}, DrafterContext(model, None, 256, folder)), SuffixDrafter)
+    assert "surprise" in caplog.text
+    with pytest.raises(InputError, match="surprise"):
+        build_drafter("mtp", {}, DrafterContext(model, None, 256, folder))
+
+
 def test_heads_inside_the_targets_checkpoint(decoder, model_folder, tmp_path):
     """A MiMo model: Qwen2's graph and its module in one folder; the decoder leaves the module alone."""
     from foretell.models.decoder import load_decoder
@@ -278,6 +378,35 @@ def test_heads_inside_the_targets_checkpoint(decoder, model_folder, tmp_path):
     folder = head_files.write(tmp_path / "model", config, tensors | module)
     model = load_decoder(folder, torch.float32, torch.device("cpu"))
     drafter = build_drafter("mtp", {}, DrafterContext(model, None, 256, folder))
+    params = SamplingParams(max_tokens=10)
+    for request in oracle.run(oracle.engine(model, drafter), PROMPTS, params):
+        assert request.output_ids == oracle.generate(model, request.tokens[: request.prompt_length], params)
+
+
+def test_inspect_says_what_the_checkpoint_brings_along(model_folder, tmp_path):
+    from foretell.heads.medusa import has_medusa
+    from foretell.heads.mtp import has_mtp
+
+    base = model_folder("llama", **head_files.TARGET)
+    assert not has_mtp(base)
+    assert not has_medusa(base)
+    assert has_mtp(head_files.mimo(tmp_path / "mimo"))
+    assert has_medusa(head_files.medusa(tmp_path / "medusa", "v1.0"))
+
+
+def test_auto_uses_the_module_that_the_model_brought_along(model_folder, tmp_path):
+    from foretell.drafters.combine import CombinedDrafter
+    from foretell.models.decoder import load_decoder
+
+    base = model_folder("qwen2", **head_files.TARGET)
+    config, tensors = reference_heads.read(base)
+    _, module = reference_heads.read(head_files.mimo(tmp_path / "module"))
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "rms_norm_eps": 1e-5}
+    folder = head_files.write(tmp_path / "model", config, tensors | module)
+    model = load_decoder(folder, torch.float32, torch.device("cpu"))
+    drafter = build_drafter("auto", {}, DrafterContext(model, None, 256, folder))
+    assert isinstance(drafter, CombinedDrafter)
+    assert drafter.needs.last_hidden
     params = SamplingParams(max_tokens=10)
     for request in oracle.run(oracle.engine(model, drafter), PROMPTS, params):
         assert request.output_ids == oracle.generate(model, request.tokens[: request.prompt_length], params)

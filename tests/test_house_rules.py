@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "engine": SHARED | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner"},
     "api": SHARED | {"engine", "models", "drafters", "verify", "planner"},
     "bench": SHARED | {"api", "engine", "models", "attention", "drafters", "sampling"},
-    "cli": SHARED | {"api", "engine", "models", "drafters", "verify", "planner", "bench"},
+    "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }
 
 

@@ -76,6 +76,22 @@ def test_int8_linear_is_row_exact_and_right(outputs, inputs, threads):
     assert float(relative.max()) < 0.02
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_int8_shows_what_is_not_finite(bad):
+    from foretell.errors import InputError
+
+    linear = pack_linear(torch.randn(32, 100), weights="int8")
+    x = torch.randn(3, 100)
+    x[1, 70] = bad
+    out = linear(x)
+    assert bool(torch.isfinite(out[[0, 2]]).all())
+    assert not bool(torch.isfinite(out[1]).any()), "a damaged row must not look healthy"
+    weight = torch.randn(32, 100)
+    weight[3, 5] = bad
+    with pytest.raises(InputError, match="not finite"):
+        pack_linear(weight, weights="int8")
+
+
 def test_weights_that_cannot_be_had_are_refused(monkeypatch):
     from foretell.errors import InputError
 

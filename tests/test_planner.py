@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -133,6 +133,21 @@ def test_measuring_is_quick_kept_and_repeated_when_the_file_is_damaged(
     again = load_or_measure(model, folder).seconds
     assert again != first.seconds
     assert json.loads(kept.read_text()) == {str(k): v for k, v in again.items()}
+
+
+def test_a_damaged_or_strange_table_is_measured_again(decoder, model_folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("FORETELL_HOME", str(tmp_path))
+    model, folder = decoder("llama"), model_folder("llama")
+    load_or_measure(model, folder)
+    (kept,) = (tmp_path / "cost").iterdir()
+    for content in ("", "[1]", '{"1": null}', '{"1": 1e400, "2": 1}', '{"2": 1}', '{"1": -1}'):
+        kept.write_text(content)
+        assert load_or_measure(model, folder)(1) < 1
+
+
+def test_a_model_with_a_tiny_context_is_measured(decoder):
+    model = decoder("llama", max_position_embeddings=20)
+    assert sorted(measure(model, seconds=0.05).seconds) == [1, 2, 4, 8, 16]
 
 
 def test_roofline():
@@ -281,6 +296,15 @@ def test_limits_of_a_plan():
     assert FixedPlanner(3).choose([Request()], [tree([0.1])], 1) == [tree([0.1])]
 
 
+class Timeless(AdaptivePlanner):
+    """Takes every step to have cost what its table says, and drafts nothing: no clock decides a test."""
+
+    def observe(self, report):
+        super().observe(
+            replace(report, draft_s=0.0, target_s=self.cost(report.rows), verify_s=0.0, rest_s=0.0)
+        )
+
+
 # ---- in the engine ----------------------------------------------------------------------------------
 
 
@@ -294,7 +318,7 @@ def test_answers_do_not_depend_on_the_planner(drafter, decoder):
         wanted = [oracle.generate(target, p, params) for p in prompts]
         made = oracle.draft_model(target, target) if drafter == "self" else drafter
         engine = oracle.engine(target, made)
-        engine._planner = planner(0.05, 8)
+        engine._planner = Timeless(CostTable({1: 1.0, 101: 6.0}), 8)
         assert [r.output_ids for r in oracle.run(engine, prompts, params)] == wanted
         assert engine.stats.drafts > 0
         assert not engine._planner.acceptance._factors

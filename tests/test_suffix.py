@@ -180,7 +180,17 @@ def test_the_pool_keeps_its_limit_and_forgets_the_oldest():
 
 @pytest.mark.parametrize(
     "options",
-    [{"factor": -1.0}, {"min_prob": 1.5}, {"depth": 0}, {"levels": 0}, {"pool_mb": 0.5}, {"pool_mb": -1.0}],
+    [
+        {"factor": -1.0},
+        {"min_prob": 1.5},
+        {"depth": 0},
+        {"levels": 0},
+        {"pool_mb": 0.5},
+        {"pool_mb": -1.0},
+        {"factor": float("inf")},
+        {"offset": float("nan")},
+        {"pool_mb": float("inf")},
+    ],
 )
 def test_bad_options(options):
     with pytest.raises(InputError, match=next(iter(options))):

@@ -166,8 +166,9 @@ class LLM:
         self.tokenizer = self.loaded.tokenizer
         slots = kv_tokens or DEFAULT_KV_TOKENS
         if isinstance(drafter, str):
+            learning = rule.invariant
             context = DrafterContext(
-                self.loaded.model, self.tokenizer, slots, self.loaded.folder, allow_untested, report
+                self.loaded.model, self.tokenizer, slots, self.loaded.folder, learning, allow_untested, report
             )
             drafter = build_drafter(drafter, options, context)
         self.engine = Engine(
@@ -258,9 +259,18 @@ class LLM:
         except BaseException:
             self._abort(requests)
             raise
-        for reason in dict.fromkeys(reason for each in params for reason in each.without_effect()):
+        for reason in dict.fromkeys(reason for each in params for reason in self._without_effect(each)):
             _log.warning("%s", reason)
         return requests
+
+    def _without_effect(self, params: SamplingParams) -> list[str]:
+        """Settings that change nothing, with these parameters and this rule."""
+        reasons, rule = params.without_effect(), self.engine.rule
+        if not rule.draws and not params.greedy:
+            for name, unset in (("seed", None), ("n", 1)):
+                if getattr(params, name) != unset:
+                    reasons.append(f"{name} has no effect: the rule {rule.name} draws nothing")
+        return reasons
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:

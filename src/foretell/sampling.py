@@ -21,6 +21,7 @@ from foretell.kernels import native_kernels
 from foretell.noise import Stream, gumbel_tensor, make_key
 from foretell.types import SamplingParams
 
+_DEPTH_BITS = 16  # of a place in a draft
 _NOISY = 64  # likeliest tokens among which a noisy ranking chooses
 _LOOKS = (256, 2048, 16384)  # top-p looks among so many tokens before it sorts the whole row
 
@@ -156,7 +157,7 @@ class Sampler:
         scores_V = self.scores(logits_V, ahead)
         if self.params.greedy:
             return [int(i) for i in scores_V.topk(min(count, len(scores_V))).indices], None
-        key = make_key(self.seed, self._draft_stream, self.length + len(ahead))
+        key = make_key(self.seed, self._draft_stream, self._draft_place(len(ahead)))
         drawn = keyed_top(scores_V, key, count)
         return drawn, scores_V.double().log_softmax(0) if self._needs_q else None
 
@@ -180,6 +181,13 @@ class Sampler:
             order = values.argsort(descending=True)[:count]
             values, ids = values[order], ids[order]
         return list(zip(ids.tolist(), values.tolist(), strict=True))
+
+    def _draft_place(self, ahead: int) -> int:
+        """What a draft's noise is keyed by. Noise of its own must be new in every step: how much of a draft
+        is kept says something about it, so a position that is drafted again would not be drawn from q."""
+        if self._draft_stream == Stream.TARGET:
+            return self.length + ahead
+        return (self.length << _DEPTH_BITS) + ahead
 
     def _adjusts(self, ahead: int) -> bool:
         """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""

@@ -288,7 +288,8 @@ class StepStats:
         steps: forward passes that emitted tokens.
         plans: the planner's reasons, and for how many steps each held.
         drafts: verification passes with a draft.
-        drafted, accepted: draft tokens proposed, and emitted because the target kept them.
+        drafted, accepted: draft tokens proposed, and emitted because the target kept them; a stop string
+            that later takes tokens of earlier steps back does not change that.
         emitted: tokens emitted; `first_emitted` of them by the step that ended the prompt.
         reused: prompt tokens that a prefix hit saved.
         proposed_at, accepted_at: per depth, drafts that reached so deep, and that were kept so deep.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from foretell.errors import InputError
 if TYPE_CHECKING:
     from foretell.api import LLM
     from foretell.bench.methods import Method
+    from foretell.bench.run import Log
 
 
 def run(
@@ -54,8 +56,8 @@ def run(
 ) -> None:
     """Measure methods side by side; an interrupted run goes on where it stopped."""
     from foretell.api import LLM
-    from foretell.bench import report, tasks
     from foretell.bench import run as bench
+    from foretell.bench import tasks
 
     result_folder(out)
     names = list(dict.fromkeys(["plain", *(method or ["auto"])]))
@@ -82,19 +84,28 @@ def run(
     with progress_bar() as bar:
         step = bar.add_task("methods in turn", total=total)
         bench.measure(methods, items, settings, log, time.perf_counter, lambda: bar.advance(step))
-    rows = bench.summarise(log)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    save(out, "run", {"peak_memory_bytes": peak, **facts}, rows)
-    listed = {"model": model, "weights": weights, "prompts": len(items), "repeats": repeats}
-    listed["peak memory of the process"] = f"{peak / 1e9:.2f} GB"
-    provenance = json.loads((out / "run.json").read_text(encoding="utf-8"))["provenance"]
-    (out / "run.md").write_text(report.markdown(rows, {**provenance, **listed}), encoding="utf-8")
-    report.plot(rows, out / "run.png", f"{model}, {weights} weights")
+    rows = _write(out, facts, log)
     if as_json:
         for row in rows:
             print_json(row)
     else:
         _print(f"{model}, {weights} weights, {len(items)} prompts", rows)
+
+
+def _write(out: Path, facts: dict[str, Any], log: Log) -> list[dict[str, Any]]:
+    """Summarises a measurement into run.json, run.md and run.png."""
+    from foretell.bench import report
+    from foretell.bench.run import summarise
+
+    rows = summarise(log)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    save(out, "run", {"peak_memory_bytes": peak, **facts}, rows)
+    provenance = json.loads((out / "run.json").read_text(encoding="utf-8"))["provenance"]
+    listed = {name: facts[name] for name in ("model", "weights", "repeats")}
+    listed |= {"prompts": len(facts["tasks"]), "peak memory of the process": f"{peak / 1e9:.2f} GB"}
+    (out / "run.md").write_text(report.markdown(rows, {**provenance, **listed}), encoding="utf-8")
+    report.plot(rows, out / "run.png", f"{facts['model']}, {facts['weights']} weights")
+    return rows
 
 
 def _methods(

@@ -39,7 +39,6 @@ def describe(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: it is not a usable model.
     """
-    from foretell.drafters import DRAFTERS
     from foretell.models.config import architecture_of, read_config
     from foretell.models.load import end_token_ids
     from foretell.models.tokenizer import Tokenizer
@@ -73,11 +72,25 @@ def describe(folder: Path) -> dict[str, Any]:
         "context": config.get("max_position_embeddings"),
         "end_ids": sorted(end_token_ids(folder, config, tokenizer)),
         "chat_template": tokenizer.chat_template is not None,
-        "drafters": [name if e.argument is None else f"{name}:{e.argument}" for name, e in DRAFTERS.items()],
+        "drafters": _drafters(folder),
     }
     if layers and kv_heads and dim:
         facts["kv_bytes_per_token_fp32"] = 2 * layers * kv_heads * dim * 4
     return facts
+
+
+def _drafters(folder: Path) -> list[str]:
+    """Drafters that fit: with what they need, and without where the checkpoint brings it along."""
+    from foretell.drafters import DRAFTERS
+    from foretell.heads.medusa import has_medusa
+    from foretell.heads.mtp import has_mtp
+
+    inside = {"medusa": has_medusa, "mtp": has_mtp}
+    out = []
+    for name, entry in DRAFTERS.items():
+        own = entry.argument is None or (name in inside and inside[name](folder))
+        out.append(name if own else f"{name}:{(entry.argument or '').strip('[]')}")
+    return out
 
 
 def _impl(config: dict[str, Any]) -> tuple[str, str]:

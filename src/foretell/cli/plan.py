@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,8 +45,12 @@ def plan(
     link_gbs: Annotated[
         float | None, typer.Option("--link-gbs", help="Between devices: 10^9 bytes per second.", min=0.001)
     ] = None,
-    heads: Annotated[int, typer.Option("--heads", help="Query heads, for --link-gbs.", min=1)] = 32,
-    kv_heads: Annotated[int, typer.Option("--kv-heads", help="Key/value heads, for --link-gbs.", min=1)] = 8,
+    heads: Annotated[
+        int | None, typer.Option("--heads", help="Query heads, for --link-gbs.  [default: 32]", min=1)
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", help="Key/value heads, for --link-gbs.  [default: 8]", min=1)
+    ] = None,
     device: opt.DeviceOpt = "auto",
     out: Annotated[Path, typer.Option("--out", help="Folder for the PNG.", show_default=True)] = Path(
         "results"
@@ -55,19 +60,50 @@ def plan(
     """Show how speedup depends on draft length, what is best, and what bounds it."""
     from foretell.planner.arithmetic import Speculation
 
+    _check(model, context, device, tflops, memory_gbs, link_gbs, heads, kv_heads)
     facts: dict[str, Any] = {}
     if model is not None:
         facts = _measured(model, context, device)
         alpha = facts["measured"]["alpha"] if alpha is None else alpha
     speculation = Speculation(p, 0.1 if alpha is None else alpha, draft_cost)
     value = {**_answer(speculation), **facts, **_device(speculation, tflops, memory_gbs)}
-    if link_gbs is not None:
-        value["ring"] = _ring(tflops, link_gbs, heads, kv_heads)
+    if link_gbs is not None and tflops is not None:
+        value["ring"] = _ring(tflops, link_gbs, heads or 32, kv_heads or 8)
     _plot(speculation, out)
     if as_json:
         print_json(value)
     else:
         _print(speculation, value)
+
+
+def _check(
+    model: str | None,
+    context: int | None,
+    device: str,
+    tflops: float | None,
+    memory_gbs: float | None,
+    link_gbs: float | None,
+    heads: int | None,
+    kv_heads: int | None,
+) -> None:
+    """Every option must have what it needs to have an effect."""
+    for name, value in (("tflops", tflops), ("memory_gbs", memory_gbs), ("link_gbs", link_gbs)):
+        if value is not None and not math.isfinite(value):
+            raise InputError(f"{name} must be a finite number, got {value}")
+    needs = (
+        ("memory_gbs", memory_gbs is not None, "tflops", tflops is not None),
+        ("link_gbs", link_gbs is not None, "tflops", tflops is not None),
+        ("tflops", tflops is not None, "memory_gbs or link_gbs", bool(memory_gbs or link_gbs)),
+        ("heads", heads is not None, "link_gbs", link_gbs is not None),
+        ("kv_heads", kv_heads is not None, "link_gbs", link_gbs is not None),
+        ("context", context is not None, "model", model is not None),
+        ("device", device != "auto", "model", model is not None),
+    )
+    for name, given, other, there in needs:
+        if given and not there:
+            raise InputError(f"{name} has no effect without {other}", hint=f"give {other} too")
+    if (heads or 32) % (kv_heads or 8):
+        raise InputError(f"kv_heads must divide heads ({heads or 32}), got {kv_heads or 8}")
 
 
 def _answer(speculation: Speculation) -> dict[str, Any]:
@@ -122,8 +158,6 @@ def _device(speculation: Speculation, tflops: float | None, memory_gbs: float | 
     from foretell.planner.arithmetic import Machine
 
     if tflops is None or memory_gbs is None:
-        if memory_gbs is not None:
-            raise InputError("memory_gbs needs tflops", hint="give both to see the effect of the batch")
         return {}
     machine = Machine(memory_gbs * 1e9, tflops * 1e12)
     batches = {}
@@ -135,13 +169,9 @@ def _device(speculation: Speculation, tflops: float | None, memory_gbs: float | 
     return {"free_rows": round(machine.free_rows(2), 1), "by_batch": batches}
 
 
-def _ring(tflops: float | None, link_gbs: float, heads: int, kv_heads: int) -> dict[str, Any]:
+def _ring(tflops: float, link_gbs: float, heads: int, kv_heads: int) -> dict[str, Any]:
     from foretell.planner.arithmetic import ring_overlap_tokens
 
-    if tflops is None:
-        raise InputError(
-            "link_gbs needs tflops", hint="give both to see when ring attention hides its transfers"
-        )
     tokens = ring_overlap_tokens(tflops * 1e12, link_gbs * 1e9, heads, kv_heads, 2)
     return {"tokens_per_device_at_least": round(tokens), "heads": heads, "kv_heads": kv_heads}
 

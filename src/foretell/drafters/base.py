@@ -111,6 +111,8 @@ class DrafterContext:
         tokenizer: the target's; None in tests without text.
         slots: tokens of all requests that may be live at once.
         folder: the target's checkpoint, for drafters that live in it; None in tests.
+        learning: whether what other requests did may change a draft. Under rules whose text depends on the
+            draft it must not: the same seed should give the same text.
         allow_untested, report: for drafters that load a model; see `foretell.models.load.load_model`.
     """
 
@@ -118,6 +120,7 @@ class DrafterContext:
     tokenizer: Tokenizer | None
     slots: int
     folder: Path | None = None
+    learning: bool = True
     allow_untested: bool = False
     report: Report | None = None
 

@@ -1,7 +1,7 @@
 """Two drafters that take turns: the first where it is sure of itself, the second elsewhere.
 
 The first says what its draft is expected to gain (`ScoredDrafter`); it drafts where that beats what the
-second's drafts have gained on average so far. Both observe every step, so both stay in step.
+second's drafts have gained in this request so far. Both observe every step, so both stay in step.
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ from dataclasses import replace
 from foretell.drafters.base import Drafter, DraftRequest, Observed, ScoredDrafter
 from foretell.types import DraftTree, StepPlan
 
-_MEMORY = 0.95  # weight of the past in the second drafter's mean gain, per draft
+_MEMORY = 0.9  # weight of the past in the second drafter's mean gain, per draft
 _PRIOR = 1.0  # tokens that its drafts are taken to gain before any was seen
 
 
 class CombinedDrafter:
-    """See `Drafter`.
-
-    Attributes:
-        gain: mean number of accepted tokens of the second drafter's recent drafts.
-    """
+    """See `Drafter`. Every request has its own mean of what the second drafter's drafts gained."""
 
     def __init__(self, first: ScoredDrafter, second: Drafter) -> None:
         self._first, self._second = first, second
         self.needs = first.needs | second.needs
         self.expects = min(first.expects, second.expects)
         self.draft_tokens = max(first.draft_tokens, second.draft_tokens)
-        self.gain = _PRIOR
+        self._gain: dict[int, float] = {}
         self._by_second: set[int] = set()
 
     def start(self, request: DraftRequest) -> None:
@@ -42,7 +38,8 @@ class CombinedDrafter:
         free = [replace(plan, draft_tokens=max(plan.draft_tokens, plan.free_tokens)) for plan in plans]
         scored = self._first.propose_scored(requests, free)
         sure = [
-            score > self.gain or not plan.draft_tokens for (_, score), plan in zip(scored, plans, strict=True)
+            score > self._gain.get(request.id, _PRIOR) or not plan.draft_tokens
+            for request, (_, score), plan in zip(requests, scored, plans, strict=True)
         ]
         rest = [
             StepPlan(0, "the other drafter is sure") if first else plan
@@ -58,12 +55,14 @@ class CombinedDrafter:
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """Shows it to both, and notes what the second's draft gained."""
         if seen.verdict is not None and len(seen.tree) and request.id in self._by_second:
-            self.gain = _MEMORY * self.gain + (1 - _MEMORY) * len(seen.verdict.path)
+            known = self._gain.get(request.id, _PRIOR)
+            self._gain[request.id] = _MEMORY * known + (1 - _MEMORY) * len(seen.verdict.path)
         self._first.observe(request, seen)
         self._second.observe(request, seen)
 
     def finish(self, request: DraftRequest) -> None:
         """Ends it with both."""
         self._by_second.discard(request.id)
+        self._gain.pop(request.id, None)
         self._first.finish(request)
         self._second.finish(request)

@@ -316,6 +316,8 @@ def build(context: DrafterContext, argument: str | None, options: DraftModelOpti
         same = SameVocabulary(min(*sizes, ours.size), *sizes)
         return DraftModelDrafter(draft.model, same, context.slots, options)
     mapping, text = _across(argument, ours, theirs, context.target, options.across)
+    if text and options.width > 1:
+        _log.warning("width has no effect: the draft model drafts by text")
     slots = 2 * context.slots
     return DraftModelDrafter(draft.model, mapping, slots, options, text=text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from foretell.heads.base import FeatureHead
 from foretell.heads.checkpoint import make_ready
 from foretell.heads.eagle import load_eagle
 from foretell.heads.eagle3 import CONVENTIONS, load_eagle3
+
+_log = logging.getLogger(__name__)
 
 _LIVE = 32  # drafts that the cache has room for at once
 
@@ -86,6 +89,11 @@ def feature_drafter(context: DrafterContext, head: FeatureHead, options: Feature
 
 def shape_of(options: FeatureOptions) -> tuple[Shape, int, int]:
     """Shape of the tree, nodes that suit it, and rows that the head computes for it at most."""
+    if options.tree != "dynamic":
+        plain = type(options)()
+        for name in ("depth", "top_k"):
+            if getattr(options, name) != getattr(plain, name):
+                _log.warning("%s has no effect: the tree is %s", name, options.tree)
     if options.tree == "dynamic":
         nodes = options.depth if options.top_k == 1 else 4 * options.top_k
         return BestFirst(options.depth, options.top_k), nodes, options.top_k * max(1, options.depth - 1)

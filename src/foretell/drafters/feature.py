@@ -177,6 +177,10 @@ class FeatureDrafter:
         """Takes the true features of tokens that the target has read."""
         if (state := self._states.get(request.id)) is None:
             return
+        limit = self.runner.head.max_context
+        if len(request.tokens) > limit:  # no draft will be made any more
+            state.waiting.clear()
+            return
         feature_TW = self.runner.head.features(seen.hidden_TW, seen.aux_TW)
         if seen.start > state.known:
             state.begin_at(seen.start)

@@ -11,6 +11,7 @@ Guesses are the target's likeliest tokens, whatever the temperature: at temperat
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.tree import merge_chains
 from foretell.errors import InputError
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class LookaheadDrafter:
     def __init__(self, options: LookaheadOptions) -> None:
         self._options = options
         self._windows: dict[int, _Window] = {}
+        self._warned = False
         self.draft_tokens = (options.ngram - 1) * (options.window + options.guesses)
 
     def start(self, request: DraftRequest) -> None:
@@ -109,8 +113,17 @@ class LookaheadDrafter:
         window.prompt_read = True
         window.last = request.tokens[-1]
         known = window.pool.get(window.last, [])[::-1]
+        first_column = options.ngram - 2
+        if budget < first_column and not self._warned:
+            self._warned = True
+            _log.warning(
+                "lookahead's window needs at least %d draft tokens, %d are allowed: only remembered n-grams "
+                "are drafted",
+                first_column,
+                budget,
+            )
         spare = max(budget // 2, budget - (options.ngram - 1) * options.window)
-        tree = merge_chains(known, spare)
+        tree = merge_chains(known, min(spare, max(0, budget - first_column)) or spare)
         return self._with_window(window, tree, budget)
 
     def _with_window(self, window: _Window, tree: DraftTree, budget: int) -> DraftTree:

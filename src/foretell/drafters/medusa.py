@@ -82,8 +82,15 @@ class MedusaDrafter:
     needs = Needs(last_hidden=True)
     expects = 0.05
 
-    def __init__(self, heads: MedusaHeads, target: TargetModel, paths: Sequence[Ranks] | None) -> None:
-        self._heads, self._target, self._paths = heads, target, paths
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: TargetModel,
+        paths: Sequence[Ranks] | None,
+        *,
+        learning: bool = True,
+    ) -> None:
+        self._heads, self._target, self._paths, self._learning = heads, target, paths, learning
         self.accuracy = Accuracy(heads.count)
         self.draft_tokens = len(paths) if paths is not None else 16
         self._hidden: dict[int, tuple[int, Tensor]] = {}  # tokens when the state came, and the state
@@ -111,8 +118,9 @@ class MedusaDrafter:
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """Takes the state of the last token read, and counts which guesses came true."""
         assert seen.hidden_TW is not None
-        self._hidden[request.id] = len(request.tokens), seen.hidden_TW[-1].clone()
-        if seen.verdict is None or request.id not in self._guesses:
+        # the state is of the last token read: more of a prompt may still be to come
+        self._hidden[request.id] = seen.start + seen.count + 1, seen.hidden_TW[-1].clone()
+        if seen.verdict is None or request.id not in self._guesses or not self._learning:
             return
         length, guesses = self._guesses.pop(request.id)
         for head, (came, ranked) in enumerate(zip(request.tokens[length:], guesses, strict=False)):
@@ -169,4 +177,4 @@ def build(context: DrafterContext, argument: str | None, options: MedusaOptions)
     heads = load_medusa(folder, target.hidden_size, target.vocab_size)
     make_ready(heads, target.device, target.dtype)
     paths = None if options.tree == "auto" else Fixed(read_paths(Path(options.tree))).paths
-    return MedusaDrafter(heads, target, paths)
+    return MedusaDrafter(heads, target, paths, learning=context.learning)

@@ -5,6 +5,7 @@ Drafters from outside are entry points of the group `foretell.drafters`, each a 
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -91,10 +92,15 @@ def parse(spec: str, options: Mapping[str, Any]) -> list[Part]:
         InputError: unknown name or option, a missing or surplus argument, a bad value.
     """
     pieces = _split(spec)
+    names = [name for name, _ in pieces]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"drafter {twice[0]!r} is given twice in {spec!r}")
+    if bad := [key for key in options if not isinstance(key, str)]:
+        raise InputError(f"drafter options are named by text, got {bad[0]!r}")
     entries = [_find(name) for name, _ in pieces]
     own: list[dict[str, Any]] = [{} for _ in pieces]
     for key, value in options.items():
-        index, name = _owner(key, [name for name, _ in pieces], entries)
+        index, name = _owner(key, names, entries)
         own[index][name] = value
     parts = []
     for (name, argument), entry, given in zip(pieces, entries, own, strict=True):
@@ -204,7 +210,9 @@ def _convert(drafter: str, option: Option, value: Any) -> Any:
             value = kind(value)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)) or value != value:
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError
     except (ValueError, KeyError):
         want = "true or false" if kind is bool else {int: "an integer", float: "a number"}.get(kind, "text")

@@ -12,8 +12,9 @@ a byte limit: it consists of two generations, and when the younger is full it re
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foretell.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
@@ -47,11 +48,12 @@ class SuffixOptions:
 
     def __post_init__(self) -> None:
         checks = {
-            "factor": (self.factor >= 0, "0 or above"),
+            "factor": (0 <= self.factor < math.inf, "0 or above"),
+            "offset": (math.isfinite(self.offset), "a finite number"),
             "min_prob": (0 <= self.min_prob <= 1, "between 0 and 1"),
             "depth": (self.depth >= 1, "at least 1"),
             "levels": (self.levels >= 1, "at least 1"),
-            "pool_mb": (self.pool_mb == 0 or self.pool_mb >= 1, "0 (off) or at least 1"),
+            "pool_mb": (self.pool_mb == 0 or 1 <= self.pool_mb < math.inf, "0 (off) or at least 1"),
         }
         for name, (ok, want) in checks.items():
             if not ok:
@@ -265,4 +267,6 @@ def _grow_tree(
 
 def build(context: DrafterContext, argument: str | None, options: SuffixOptions) -> SuffixDrafter:
     """See `DrafterEntry.build`."""
+    if not context.learning and options.pool_mb:
+        options = replace(options, pool_mb=0)
     return SuffixDrafter(options)

@@ -43,7 +43,8 @@ class Rows:
 
 
 class KeyedDraws:
-    """Decisions keyed by (seed, stream, position): the same whatever else was drawn before."""
+    """Keyed decisions: the same whatever else was drawn before, and none used twice. A step is known by the
+    position of its root, a test by its node, a replacement by the position that it settles."""
 
     def __init__(self, seed: int, position: int) -> None:
         self._seed = seed
@@ -51,7 +52,7 @@ class KeyedDraws:
 
     def accept(self, probability: float, depth: int, node: int) -> bool:
         """See `verify.Draws`."""
-        return uniform(make_key(self._seed, Stream.ACCEPT, self._position + depth), node) < probability
+        return uniform(make_key(self._seed, Stream.ACCEPT, self._position), node) < probability
 
     def sample(self, weights_V: Tensor, depth: int) -> int:
         """See `verify.Draws`."""

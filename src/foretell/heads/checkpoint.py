@@ -54,7 +54,7 @@ def configured(folder: Path, make: Callable[[], H]) -> H:
             return make()
     except KeyError as error:
         raise InputError(f"{folder}/config.json lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, OverflowError) as error:
         raise InputError(f"{folder}/config.json holds a value that cannot be used: {error}") from error
 
 

@@ -81,10 +81,8 @@ def load_eagle(folder: Path, hidden_size: int, vocab_size: int) -> EagleHead:
         InputError: it is damaged, or does not fit its configuration or the target.
     """
     config, checkpoint = open_folder(folder)
-    if int(config.get("num_hidden_layers", 1)) != 1:
-        raise InputError(
-            f"{folder}: an EAGLE head has one layer, config.json says {config['num_hidden_layers']}"
-        )
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        raise InputError(f"{folder}: an EAGLE head has one layer, config.json says {layers!r}")
     check_width(folder, config, hidden_size)
     own = "embed_tokens.weight" in checkpoint
     rows = checkpoint.shape("embed_tokens.weight")[0] if own else 0

@@ -160,7 +160,7 @@ def load_eagle3(
     """
     config, checkpoint = open_folder(folder)
     target_ids = _target_ids(checkpoint, vocab_size)
-    flags = _flat(config)
+    flags = _flat(folder, config)
     aux = _aux_layers(folder, flags, num_layers, convention)
     head = configured(
         folder,
@@ -185,8 +185,11 @@ def load_eagle3(
     return fill(head, head.slots, checkpoint, ignore=r"(d2t|t2d)$")
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """speculators nests the layer's configuration, others the flags."""
+    for name in ("transformer_layer_config", "eagle_config"):
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise InputError(f"{folder}/config.json: {name} must be an object, got {config[name]!r}")
     layer = config.get("transformer_layer_config") or {}
     return {
         **layer,
@@ -218,6 +221,10 @@ def _aux_layers(folder: Path, flags: Mapping[str, Any], layers: int, convention:
     """The fused states by the layer that they enter."""
     default = (2, layers // 2, layers - 3)
     given: Sequence[int] | None = flags.get("eagle_aux_hidden_state_layer_ids")
+    whole = isinstance(given, list) and all(isinstance(layer, int) for layer in given)
+    if given is not None and not whole:
+        name = "eagle_aux_hidden_state_layer_ids"
+        raise InputError(f"{folder}/config.json: {name} must be a list of layers, got {given!r}")
     ids = default if given is None else tuple(int(layer) for layer in given)
     if given is None or ids == default:
         return _within(folder, ids if convention != "output" else tuple(i + 1 for i in ids), layers)

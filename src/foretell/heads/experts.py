@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretell.heads.layers import GatedMlp, Projection, Slot
+from foretell.heads.layers import GatedMlp, Projection, Slot, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,15 @@ class ExpertsConfig:
     active_groups: int = 1
     normalised: bool = True
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "hidden", "inner", "count", "active", "shared_inner", "groups", "active_groups")
+        if self.count % self.groups or self.active_groups > self.groups:
+            raise ValueError(
+                f"{self.count} experts in {self.groups} groups, {self.active_groups} of them active"
+            )
+        if self.active > self.count * self.active_groups // self.groups:
+            raise ValueError(f"{self.active} of {self.count} experts are active")
 
 
 def qwen_experts(config: Mapping[str, Any]) -> ExpertsConfig:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretell.heads.layers import Angles, Attend, Projection, RmsNorm, Slot, rotate
+from foretell.heads.layers import Angles, Attend, Projection, RmsNorm, Slot, positive, rotate
 from foretell.models.config import yarn_scale
 
 
@@ -36,6 +36,11 @@ class LatentConfig:
     eps: float
     bias: bool
     interleaved: bool
+
+    def __post_init__(self) -> None:
+        positive(self, "hidden", "heads", "unrotated", "rotated", "value", "rank")
+        if self.rotated % 2 or self.value > self.dim:
+            raise ValueError(f"head sizes {self.unrotated} + {self.rotated} and {self.value} do not fit")
 
     @property
     def dim(self) -> int:

@@ -77,6 +77,22 @@ class BlockConfig:
     offset: bool = False
     window: int | None = None
 
+    def __post_init__(self) -> None:
+        positive(self, "hidden", "inner", "heads", "kv_heads", "dim", "max_context")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads do not share {self.kv_heads} key/value heads evenly")
+        if not 0 < self.rotated <= self.dim or self.rotated % 2:
+            raise ValueError(f"{self.rotated} of {self.dim} dimensions of a head cannot be rotated")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"sliding_window is {self.window}")
+
+
+def positive(config: object, *names: str) -> None:
+    """Raises ValueError unless these widths and counts are at least 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}")
+
 
 def block_config(config: Mapping[str, Any], **flags: Any) -> BlockConfig:
     """A layer from a Hugging Face configuration.

@@ -78,7 +78,9 @@ def load_medusa(folder: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
         raise InputError(f"{folder} holds no MEDUSA heads (medusa_head.0.0.linear.weight)")
     prefix = next(iter(found.values()))[1] or ""
     count = 1 + max(int(match[2]) for match in found.values())
-    depth = 1 + max(int(match[3]) for match in found.values() if match[4])
+    depth = max((1 + int(match[3]) for match in found.values() if match[4]), default=0)
+    if not depth:
+        raise InputError(f"{folder}: its MEDUSA heads have no residual block ({prefix}0.0.linear.weight)")
     own = any(not match[4] for match in found.values())
     head = configured(folder, lambda: MedusaHeads(hidden_size, count, depth, vocab_size if own else 0))
     ignore = r"(?!medusa_head\.)" if prefix else ""

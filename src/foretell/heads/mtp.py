@@ -166,10 +166,25 @@ class MtpHead(nn.Module):
 
 
 def has_mtp(folder: Path) -> bool:
-    """Whether a model's checkpoint brings an MTP module along that can be read."""
+    """Whether a model's checkpoint brings an MTP module along.
+
+    Raises:
+        InputError: its configuration cannot be used.
+    """
     whole, checkpoint = open_folder(folder)
-    config = {**whole, **(whole.get("text_config") or {})}
-    return not config.get("quantization_config") and _find(config, checkpoint) is not None
+    return _find(_text_config(folder, whole), checkpoint) is not None
+
+
+def _text_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, with that of the text model where a model has several."""
+    text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise InputError(f"{folder}/config.json: text_config must be an object, got {text!r}")
+    both = {**config, **text}
+    layers = both.get("num_hidden_layers", 0)
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
+        raise InputError(f"{folder}/config.json: num_hidden_layers must be an integer, got {layers!r}")
+    return both
 
 
 def load_mtp(folder: Path, hidden_size: int, vocab_size: int) -> MtpHead:
@@ -179,7 +194,7 @@ def load_mtp(folder: Path, hidden_size: int, vocab_size: int) -> MtpHead:
         InputError: there is none, it is damaged, or it does not fit its configuration or the target.
     """
     whole, checkpoint = open_folder(folder)
-    config = {**whole, **(whole.get("text_config") or {})}
+    config = _text_config(folder, whole)
     if config.get("quantization_config"):
         raise InputError(f"{folder}: the MTP module is quantised (quantization_config), which is not read")
     check_width(folder, config, hidden_size)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from foretell.errors import InputError
 from foretell.kernels import build
 from foretell.kernels.base import BLOCK8, MAX_CHUNK, PANEL, HeadSpec, Visibility
 
@@ -239,8 +240,14 @@ class NativeKernels:
 
     def pack8(self, weight_OI: Tensor) -> Tensor:
         """8-bit panels, uint8 [O / 16, blocks of 64 inputs, bytes]: per block 16 fp32 scales, then pairs of
-        inputs for every output. Rounded to nearest, symmetric; padded with zeros."""
+        inputs for every output. Rounded to nearest, symmetric; padded with zeros.
+
+        Raises:
+            InputError: a value is not finite.
+        """
         weight_OI = weight_OI.float()
+        if not bool(torch.isfinite(weight_OI).all()):
+            raise InputError("a weight holds values that are not finite: it cannot be rounded to 8 bits")
         outputs, inputs = weight_OI.shape
         weight_OI = torch.nn.functional.pad(weight_OI, (0, -inputs % BLOCK8, 0, -outputs % PANEL))
         # panel, output, block, pair, which of the two

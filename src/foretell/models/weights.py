@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import pickle
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from torch import Tensor
 from foretell.errors import InputError
 
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+# what trainers leave beside the weights
+_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states)\b.*")
 _HARMLESS = ("rotary_emb.inv_freq",)  # written by old exporters, derived from the config
 
 
@@ -50,7 +51,8 @@ class Checkpoint:
         else:
             paths = sorted(folder.glob("*.safetensors"))
         if not paths and pickled:
-            paths = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+            found = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+            paths = [path for path in found if not _OF_A_TRAINER.match(path.name)]
         if not paths:
             hint = "save it again with save_pretrained(..., safe_serialization=True)"
             raise InputError(f"{folder} holds no .safetensors file", hint=hint)
@@ -124,7 +126,7 @@ class _Pickle:
     """Tensors of a file written by torch.save; nothing but tensors is unpickled."""
 
     def __init__(self, path: Path) -> None:
-        self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self._tensors: dict[str, Tensor] = _load_pickle(path)
         if not all(isinstance(value, Tensor) for value in self._tensors.values()):
             raise ValueError("it holds something other than tensors")
 
@@ -136,6 +138,24 @@ class _Pickle:
 
     def get_slice(self, name: str) -> _Slice:
         return _Slice(self._tensors[name])
+
+
+def _load_pickle(path: Path) -> Any:
+    """The object of a file of torch.save, mapped where its format allows it.
+
+    Raises:
+        ValueError: it cannot be read, or holds more than tensors.
+    """
+    try:
+        try:
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError):  # a file of torch < 1.6 cannot be mapped
+            value = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever a damaged pickle makes the unpickler raise
+        raise ValueError("it is no file of tensors, or holds code beside them") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds something other than tensors")
+    return value
 
 
 class _Slice:
@@ -152,14 +172,7 @@ def _open(path: Path) -> _File:
             opened: _File = safe_open(path, framework="pt")
             return opened
         return _Pickle(path)
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is damaged or truncated: {error}") from error
 
 

@@ -10,6 +10,7 @@ import bisect
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import statistics
@@ -86,6 +87,8 @@ class CostTable:
         at = bisect.bisect_left(self._rows, rows)
         if at < len(self._rows) and self._rows[at] == rows:
             return self._values[at]
+        if len(self._rows) == 1:
+            return self._values[0] * rows / self._rows[0]
         at = min(max(at, 1), len(self._rows) - 1)
         (r0, r1), (s0, s1) = self._rows[at - 1 : at + 1], self._values[at - 1 : at + 1]
         return max(s0 + (s1 - s0) * (rows - r0) / (r1 - r0), s0 * 1e-3)
@@ -93,7 +96,8 @@ class CostTable:
 
 def measure(model: TargetModel, rows: Sequence[int] = ROWS, seconds: float = _SECONDS) -> CostTable:
     """Times steps behind 128 tokens, sizes in turn, until `seconds` are over; each size at least once."""
-    context = min(_CONTEXT, model.max_context - max(rows) - 1)
+    rows = [count for count in rows if count < model.max_context] or [1]
+    context = max(1, min(_CONTEXT, model.max_context - max(rows) - 1))
     arena = model.new_arena(context + max(rows))
     model.forward(pack([Segment(0, 0, [0] * context)], arena))
     times: dict[int, list[float]] = {count: [] for count in rows}
@@ -159,9 +163,10 @@ def _read(path: Path) -> dict[int, float] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         table = {int(rows): float(seconds) for rows, seconds in value.items()}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return table if 1 in table and all(s > 0 for s in table.values()) and len(table) > 1 else None
+    good = 1 in table and all(0 < s < math.inf for s in table.values())
+    return table if good else None
 
 
 def _write(path: Path, seconds: Mapping[int, float]) -> None:

@@ -15,6 +15,7 @@ _ALL = (
         draft_stream=Stream.TARGET,
         needs_q=False,
         invariant=True,
+        draws=True,
         about="same seed, same text as without speculation",
     ),
     Rule(
@@ -24,6 +25,7 @@ _ALL = (
         draft_stream=Stream.DRAFT,
         needs_q=True,
         invariant=False,
+        draws=True,
         about="exact in distribution: accept with min(1, p/q)",
     ),
     Rule(
@@ -33,6 +35,7 @@ _ALL = (
         draft_stream=Stream.DRAFT,
         needs_q=True,
         invariant=False,
+        draws=True,
         about="exact in distribution: judges a chain as a whole",
     ),
     Rule(
@@ -42,6 +45,7 @@ _ALL = (
         draft_stream=Stream.DRAFT,
         needs_q=False,
         invariant=False,
+        draws=False,
         about="LOSSY: keeps what the target finds plausible",
     ),
 )

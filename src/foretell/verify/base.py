@@ -50,6 +50,7 @@ class Rule:
         draft_stream: noise that sampled drafts must be drawn with under this rule.
         needs_q: whether it reads what sampled drafts were drawn from.
         invariant: whether the text under a seed is the same whatever was drafted.
+        draws: whether anything is drawn at all; where not, a seed has no effect.
         about: one line for help texts.
     """
 
@@ -59,6 +60,7 @@ class Rule:
     draft_stream: Stream
     needs_q: bool
     invariant: bool
+    draws: bool
     about: str
 
 

@@ -38,7 +38,7 @@ INLINE i8 nearest(f8 x) {
 #endif
 }
 
-/* `n` values of one block to integers in [-127, 127]; returns their scale. */
+/* `n` values of one block to integers in [-127, 127]; returns their scale, NaN where one is not finite. */
 INLINE float round_block(const float *x, int16_t *q, int64_t n) {
   float padded[BLOCK8];
   if (n < BLOCK8) {
@@ -46,11 +46,12 @@ INLINE float round_block(const float *x, int16_t *q, int64_t n) {
     memcpy(padded, x, (size_t)n * sizeof(float));
     x = padded;
   }
-  f8 top = splat(0);
+  f8 top = splat(0), broken = splat(0);
   for (int i = 0; i < BLOCK8; i += 8) {
     f8 size = (f8)((i8)LOAD(x + i) & 0x7fffffff);
     i8 more = size > top;
     top = (f8)(((i8)size & more) | ((i8)top & ~more));
+    broken += size * splat(0); /* 0, or NaN */
   }
   float most = 0;
   for (int i = 0; i < 8; i++) most = top[i] > most ? top[i] : most;
@@ -59,7 +60,7 @@ INLINE float round_block(const float *x, int16_t *q, int64_t n) {
     typedef int16_t s8 __attribute__((vector_size(16), aligned(2)));
     *(s8 *)(q + i) = __builtin_convertvector(nearest(LOAD(x + i) * inverse), s8);
   }
-  return most / 127.0f;
+  return most / 127.0f + hsum(broken);
 }
 
 /* One row; beyond `in` its integers are 0. */
