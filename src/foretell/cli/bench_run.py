@@ -21,35 +21,40 @@ if TYPE_CHECKING:
     from foretell.bench.run import Log
 
 
+TaskOpt = Annotated[
+    list[str] | None,
+    typer.Option("--task", help="JSONL file, folder of texts, demo, edit or identity.  [default: demo]"),
+]
+MethodOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="DRAFTER, DRAFTER@N, transformers[:pld|:assistant]; plain is always there.  [default: auto]",
+    ),
+]
+BatchOpt = Annotated[list[int] | None, typer.Option("--batch", help="Prompts at once.  [default: 1]", min=1)]
+TemperaturesOpt = Annotated[
+    list[float] | None, typer.Option("--temperature", "-t", help="0 is greedy.  [default: 0]")
+]
+PerTaskOpt = Annotated[
+    int | None, typer.Option("--per-task", help="Prompts per task.  [default: all]", min=1)
+]
+RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
+AssistantOpt = Annotated[str | None, typer.Option("--assistant", help="Model for transformers:assistant.")]
+
+
 def run(
     model: opt.ModelOpt = "smollm2-135m",
-    task: Annotated[
-        list[str] | None,
-        typer.Option("--task", help="JSONL file, folder of texts, demo, edit or identity.  [default: demo]"),
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            help="plain, DRAFTER, DRAFTER@N, transformers[:pld|:assistant].  [default: plain, auto]",
-        ),
-    ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option("--batch", help="Prompts at once.  [default: 1]", min=1)
-    ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option("--temperature", "-t", help="0 is greedy.  [default: 0]")
-    ] = None,
-    per_task: Annotated[
-        int | None, typer.Option("--per-task", help="Prompts per task.  [default: all]", min=1)
-    ] = None,
+    task: TaskOpt = None,
+    method: MethodOpt = None,
+    batch: BatchOpt = None,
+    temperature: TemperaturesOpt = None,
+    per_task: PerTaskOpt = None,
     max_tokens: opt.MaxTokensOpt = 128,
-    repeats: Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)] = 1,
+    repeats: RepeatsOpt = 1,
     weights: opt.WeightsOpt = "stored",
     device: opt.DeviceOpt = "auto",
-    assistant: Annotated[
-        str | None, typer.Option("--assistant", help="Model for transformers:assistant.")
-    ] = None,
+    assistant: AssistantOpt = None,
     kv_tokens: opt.KvTokensOpt = None,
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
