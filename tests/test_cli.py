@@ -495,3 +495,80 @@ def test_bench_that_cannot_write_says_so(foretell, gguf_model, tmp_path):
     code, _, err = foretell("bench", "step", "-m", gguf_model, "--repeats", "1", "--out", out)
     assert code == 2
     assert "cannot write to" in err
+
+
+def test_plan_prints_what_a_program_reads(foretell, gguf_model, tmp_path):
+    out_dir = ("--out", str(tmp_path))
+    code, out, _ = foretell("plan", "--p", "0.8", "--alpha", "0.1", "--draft-cost", "0", "--json", *out_dir)
+    assert code == 0
+    value = json.loads(out)
+    assert (value["best_n"], value["speedup"], value["asymptote"]) == (6, pytest.approx(2.47, abs=0.01), 10.0)
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    code, out, _ = foretell("plan", "-m", gguf_model, "--context", "64", "--json", *out_dir)
+    value = json.loads(out)
+    assert code == 0
+    assert set(value["measured"]["step_ms"]) >= {"1", "8"}
+    assert value["kv"]["context"] == 64
+    code, out, _ = foretell("plan", "--tflops", "312", "--memory-gbs", "2000", "--link-gbs", "300", *out_dir)
+    assert code == 0
+    assert "rows that are free on this device: 156" in out
+    assert "ring attention hides its transfers from" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--p", "1.5"), "p must be between 0 and 1"),
+        (("--alpha", "-1"), "alpha must be 0 or above"),
+        (("--alpha", "nan"), "alpha must be 0 or above"),
+        (("--tflops", "100"), "tflops has no effect without memory_gbs or link_gbs"),
+        (("--memory-gbs", "100"), "memory_gbs has no effect without tflops"),
+        (("--link-gbs", "100"), "link_gbs has no effect without tflops"),
+        (("--tflops", "inf", "--link-gbs", "10"), "tflops must be a finite number"),
+        (("--heads", "8"), "heads has no effect without link_gbs"),
+        (("--context", "8"), "context has no effect without model"),
+        (("--device", "cuda"), "device has no effect without model"),
+        (("--tflops", "1", "--link-gbs", "1", "--heads", "4", "--kv-heads", "8"), "kv_heads must divide heads"),
+    ],
+)
+def test_bad_plans(args, message, foretell):
+    code, out, err = foretell("plan", *args)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--drafter", "eagle"), "needs an argument"),
+        (("--drafter", "ngram:x"), "takes no argument"),
+        (("--drafter", "ngram+suffix"), "cannot stand before another"),
+        (("--drafter", "suffix+suffix"), "is given twice"),
+        (("--drafter", "suffix", "--drafter-opt", "factor"), "must look like KEY=VALUE"),
+        (("--drafter", "suffix", "--drafter-opt", "factor=x"), "factor must be a number"),
+        (("--drafter", "suffix", "--drafter-opt", "factor=inf"), "factor must be a number"),
+        (("--drafter", "suffix", "--drafter-opt", "tree=maybe"), "tree must be true or false"),
+        (("--drafter", "suffix", "--drafter-opt", "depth=2", "--drafter-opt", "depth=3"), "is given twice"),
+        (("--drafter", "lookahead", "--drafter-opt", "ngram=2"), "ngram must be at least 3"),
+        (("--drafter", "eagle3:/nowhere", "--drafter-opt", "layer_ids=x"), "layer_ids must be one of"),
+        (("--weights", "int4"), "weights must be one of stored, fp32, fp16, int8"),
+    ],
+)
+def test_bad_drafters_options_and_weights(args, message, foretell, gguf_model):
+    code, out, err = foretell("generate", "hi", "-m", gguf_model, *args)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_weights_that_are_rounded_speculate_without_a_difference(foretell, gguf_model):
+    args = ("generate", "the the the", "-m", gguf_model, "--max-tokens", "20", "--weights", "int8", "--json")
+    plain = json.loads(foretell(*args, "--drafter", "none")[1])
+    for drafter in ("auto", "lookahead", f"draft:{gguf_model}"):
+        assert json.loads(foretell(*args, "--drafter", drafter)[1])["token_ids"] == plain["token_ids"]
+
+
+def test_typical_is_lossy_everywhere(foretell, gguf_model):
+    args = ("generate", "hello", "-m", gguf_model, "--max-tokens", "6", "--verify", "typical")
+    assert json.loads(foretell(*args, "--json")[1])["lossless"] is False
+    _, _, err = foretell(*args, "-t", "0.8", "--seed", "3")
+    assert "LOSSY" in err

@@ -133,7 +133,7 @@ def nothing_left(drafter) -> None:
 def test_answers_are_plain_decodings(case, setting, make, target, answers):
     """Alone, then as one batch, then again with prefix hits; with a budget that ends in the middle of a
     tree."""
-    for budget in (7, 1):
+    for budget in (7, 1) if setting == "greedy" else (7,):
         drafter = make(case)
         engine = oracle.engine(target, drafter, draft_tokens=budget)
         alone = [oracle.run(engine, [p], SETTINGS[setting], ENDS)[0] for p in PROMPTS]

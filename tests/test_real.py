@@ -97,6 +97,19 @@ def test_twenty_prompts_are_token_identical(plain, random_draft):
     assert any(check.al > 1.5 for check in checks)
 
 
+def test_other_drafters_and_weights_are_token_identical(plain):
+    """Lookahead's wide trees, the planner's cuts, and 8-bit weights against their own plain decoding."""
+    items = conversations("identity", plain, max_tokens=16)[::5]
+    methods = {"auto": LLM(plain.loaded), "lookahead": LLM(plain.loaded, drafter="lookahead", draft_tokens=20)}
+    checks = check_identity(plain, methods, items, lambda: None)
+    assert [check.differences for check in checks] == [()] * 8
+    rounded = LLM("smollm2-135m", drafter="none", weights="int8")
+    methods = {"suffix": LLM(rounded.loaded, drafter="suffix", draft_tokens=8)}
+    checks = check_identity(rounded, methods, items, lambda: None)
+    assert [check.differences for check in checks] == [()] * 4
+    assert any(check.al > 1 for check in checks)
+
+
 def test_stream_equals_generate_and_chat_reuses_the_conversation(plain):
     llm = LLM(plain.loaded, drafter="ngram")
     messages = [{"role": "user", "content": "Say hello in French, German and Italian. 🙂"}]

@@ -111,8 +111,9 @@ class LLM:
             (`llm.loaded`), which then shares it.
         drafter: NAME or NAME:ARGUMENT, several joined by + (see `foretell drafters`), or a `Drafter`.
         drafter_options: the named drafter's own options.
-        draft_tokens: draft so many tokens always; None = as far as measurement says that it pays (under
-            rules whose text depends on the draft: what suits the drafter).
+        draft_tokens: draft so many tokens always; None = as far as measurement says that it pays.
+        adaptive: False = without measurement, as many as suit the drafter; so it is in any case under rules
+            whose text depends on the draft.
         verify: acceptance rule; see `foretell.verify.RULES`.
         device, impl, weights, allow_untested: see `foretell.models.load.load_model`.
         kv_tokens: tokens that the KV cache holds over all running requests; None = 16384.
@@ -130,6 +131,7 @@ class LLM:
         drafter: str | Drafter = "auto",
         drafter_options: Mapping[str, Any] | None = None,
         draft_tokens: int | None = None,
+        adaptive: bool = True,
         verify: str = "coupled",
         device: str = "auto",
         impl: str = "auto",
@@ -175,15 +177,15 @@ class LLM:
             self.loaded.model,
             drafter,
             rule,
-            self._planner(drafter, rule, draft_tokens),
+            self._planner(drafter, rule, draft_tokens, adaptive),
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
         )
 
-    def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None) -> Planner:
+    def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None, adaptive: bool) -> Planner:
         """Measured, unless the length is given, or a draft of another length would change the text."""
-        if draft_tokens is not None or not drafter.draft_tokens or not rule.invariant:
+        if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
         table = load_or_measure(self.loaded.model, self.loaded.folder)
         return AdaptivePlanner(table, drafter.draft_tokens)

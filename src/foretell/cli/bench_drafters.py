@@ -30,7 +30,10 @@ def drafters(
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
 ) -> None:
-    """Every drafter against plain decoding, per task: acceptance by position, costs, speed, identity."""
+    """Every drafter against plain decoding, per task: acceptance by position, costs, speed, identity.
+
+    Drafts are as long as suits each drafter; `auto` alone plans by measurement.
+    """
     from foretell.api import LLM
     from foretell.bench import drafters as bench
     from foretell.bench.compare import compare, summarise
@@ -44,7 +47,10 @@ def drafters(
         plain = LLM(model, drafter="none", report=report)
         methods = {"plain": plain}
         for name in names:
-            methods[name] = LLM(plain.loaded, drafter=name, draft_tokens=draft_tokens, report=report)
+            adaptive = name == "auto"  # the others show what they are by themselves
+            methods[name] = LLM(
+                plain.loaded, drafter=name, draft_tokens=draft_tokens, adaptive=adaptive, report=report
+            )
     items = bench.questions(data, plain, per_task, max_tokens)
     with progress_bar() as bar:
         task = bar.add_task("methods in turn", total=len(items) * len(methods))
