@@ -70,6 +70,9 @@ class Fortune:
     def finish(self, request: DraftRequest) -> None:
         del self._started[request.id]
 
+    def forget(self) -> None:
+        """It knows everything anyway."""
+
     def _tree(self, request: DraftRequest, budget: int) -> DraftTree:
         prompt = self._started[request.id]
         truth = self._answers[prompt][len(request.tokens) - len(prompt) :]

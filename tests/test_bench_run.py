@@ -101,6 +101,9 @@ class Fake:
         self._left = stop_at
         self.calls = 0
 
+    def begin(self):
+        self.sessions = getattr(self, "sessions", 0) + 1
+
     def answer(self, items, params):
         self.calls += 1
         if self._left is not None:
@@ -128,6 +131,7 @@ def test_figures_by_hand(tmp_path):
     clock = Clock()
     methods = [Fake("plain", clock, 2.0, [7, 7, 7, 7]), Fake("auto", clock, 1.0, [7, 7, 7, 7])]
     rows = bench.summarise(measured(tmp_path / "run.jsonl", methods, clock))
+    assert methods[1].sessions == 4, "two batch sizes, two repetitions: each begins knowing nothing"
     (auto,) = [r for r in rows if (r["method"], r["task"], r["batch"]) == ("auto", "overall", 1)]
     assert auto["tokens_per_s"] == 4.0
     assert auto["ratio_to_plain"] == 2.0

@@ -528,7 +528,10 @@ def test_plan_prints_what_a_program_reads(foretell, gguf_model, tmp_path):
         (("--heads", "8"), "heads has no effect without link_gbs"),
         (("--context", "8"), "context has no effect without model"),
         (("--device", "cuda"), "device has no effect without model"),
-        (("--tflops", "1", "--link-gbs", "1", "--heads", "4", "--kv-heads", "8"), "kv_heads must divide heads"),
+        (
+            ("--tflops", "1", "--link-gbs", "1", "--heads", "4", "--kv-heads", "8"),
+            "kv_heads must divide heads",
+        ),
     ],
 )
 def test_bad_plans(args, message, foretell):

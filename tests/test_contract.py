@@ -357,3 +357,15 @@ def test_other_rules_repeat_under_a_seed(case, rule, make, target):
     again = [oracle.run(engine, [p], params)[0].output_ids for p in PROMPTS[::-1]][::-1]
     batch = [r.output_ids for r in oracle.run(engine, PROMPTS, params)]
     assert first == again == batch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forgetting_makes_the_second_time_like_the_first(case, make, target):
+    """Benchmarks repeat prompts: what an earlier answer left must be gone."""
+    engine = oracle.engine(target, make(case), draft_tokens=6)
+    drafted = []
+    for _ in range(2):
+        (request,) = oracle.run(engine, [PROMPTS[3]], SETTINGS["greedy"].replace(max_tokens=30))
+        drafted.append((request.stats.drafts, request.stats.drafted, request.stats.accepted))
+        engine.forget()
+    assert drafted[0] == drafted[1]

@@ -100,7 +100,10 @@ def test_twenty_prompts_are_token_identical(plain, random_draft):
 def test_other_drafters_and_weights_are_token_identical(plain):
     """Lookahead's wide trees, the planner's cuts, and 8-bit weights against their own plain decoding."""
     items = conversations("identity", plain, max_tokens=16)[::5]
-    methods = {"auto": LLM(plain.loaded), "lookahead": LLM(plain.loaded, drafter="lookahead", draft_tokens=20)}
+    methods = {
+        "auto": LLM(plain.loaded),
+        "lookahead": LLM(plain.loaded, drafter="lookahead", draft_tokens=20),
+    }
     checks = check_identity(plain, methods, items, lambda: None)
     assert [check.differences for check in checks] == [()] * 8
     rounded = LLM("smollm2-135m", drafter="none", weights="int8")

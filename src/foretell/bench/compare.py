@@ -72,16 +72,19 @@ def compare(
 ) -> list[Run]:
     """Runs every item through every method, `repeats` times, methods in turn.
 
-    One answer of a few tokens per method comes first and is not counted. A prompt's prefix is never
-    found in the cache: each run starts by reading something else.
+    One answer of a few tokens per method comes first and is not counted. A prompt's prefix is never found
+    in the cache. Within a repetition a drafter may learn from the answers to other prompts; it begins each
+    one knowing nothing.
     """
     runs = []
     for llm in methods.values():
         llm.generate(items[0].ids, SamplingParams(max_tokens=min(8, items[0].max_tokens)))
-    for item in items:
-        for repeat in range(repeats):
-            names = list(methods)
-            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+    for repeat in range(repeats):
+        for llm in methods.values():
+            llm.engine.forget()  # a repetition must not find the answers of the one before
+        for number, item in enumerate(items):
+            names, shift = list(methods), (number + repeat) % len(methods)
+            for name in names[shift:] + names[:shift]:
                 runs.append(_run(name, methods[name], item, params))
                 on_run(runs[-1])
     return runs

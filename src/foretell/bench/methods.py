@@ -52,8 +52,12 @@ class Method(Protocol):
     name: str
     batches: bool
 
+    def begin(self) -> None:
+        """Forgets what earlier answers have left."""
+        ...
+
     def answer(self, items: Sequence[Item], params: SamplingParams) -> list[Answer]:
-        """Answers a batch from an empty cache."""
+        """Answers a batch; no prompt is found in a cache."""
         ...
 
 
@@ -73,6 +77,10 @@ class Foretell:
             max_batch=max_batch,
             kv_tokens=kv_tokens,
         )
+
+    def begin(self) -> None:
+        """See `Method`."""
+        self._llm.engine.forget()
 
     def answer(self, items: Sequence[Item], params: SamplingParams) -> list[Answer]:
         """See `Method`."""
@@ -118,6 +126,9 @@ class Transformers:
             helper = AutoModelForCausalLM.from_pretrained(locate(assistant), dtype=torch.float32).eval()
             self._options = {"assistant_model": helper}
         self._ends = sorted(loaded.loaded.end_ids)
+
+    def begin(self) -> None:
+        """Nothing is left of earlier answers."""
 
     def answer(self, items: Sequence[Item], params: SamplingParams) -> list[Answer]:
         """See `Method`."""

@@ -115,8 +115,8 @@ def cells(
     for batch in settings.batches:
         able = [m.name for m in methods if batch == 1 or m.batches]
         for temperature in settings.temperatures:
-            for number, group in enumerate(groups(items, batch)):
-                for repeat in range(settings.repeats):
+            for repeat in range(settings.repeats):
+                for number, group in enumerate(groups(items, batch)):
                     shift = (number + repeat) % len(able)
                     for name in able[shift:] + able[:shift]:
                         yield Cell(name, batch, temperature, number, repeat), group
@@ -133,6 +133,7 @@ def measure(
     """Measures what the log does not hold yet. Each method warms up on a few tokens first."""
     by_name = {method.name: method for method in methods}
     warm: set[str] = set()
+    sessions: dict[str, tuple[int, float, int]] = {}
     for cell, group in cells(methods, items, settings):
         if cell.key not in log.cells:
             method = by_name[cell.method]
@@ -143,6 +144,10 @@ def measure(
                 short = Item(items[0].id, items[0].task, items[0].ids, min(8, items[0].max_tokens))
                 method.answer([short], params)
                 warm.add(cell.method)
+            session = cell.batch, cell.temperature, cell.repeat
+            if sessions.get(cell.method) != session:
+                method.begin()  # a repetition must not find the answers of the one before
+                sessions[cell.method] = session
             start = clock()
             answers = method.answer(group, params)
             log.add(cell, clock() - start, group, answers)

@@ -90,6 +90,10 @@ class Drafter(Protocol):
 
     def finish(self, request: DraftRequest) -> None: ...
 
+    def forget(self) -> None:
+        """Drops what finished requests have left: texts, counts, cached prefixes."""
+        ...
+
 
 @runtime_checkable
 class ScoredDrafter(Drafter, Protocol):

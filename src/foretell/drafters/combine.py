@@ -66,3 +66,8 @@ class CombinedDrafter:
         self._gain.pop(request.id, None)
         self._first.finish(request)
         self._second.finish(request)
+
+    def forget(self) -> None:
+        """Both do."""
+        self._first.forget()
+        self._second.forget()

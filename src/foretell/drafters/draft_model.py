@@ -252,6 +252,10 @@ class DraftModelDrafter:
         if state := self._states.pop(request.id, None):
             self._cache.release(state.lease)
 
+    def forget(self) -> None:
+        """Drops the prefixes that finished requests have left."""
+        self._cache.forget()
+
     @property
     def _spread(self) -> int:
         """Draft tokens that a target's token may become."""

@@ -198,6 +198,10 @@ class FeatureDrafter:
                 state.lease.length = 0
             self._cache.release(state.lease)
 
+    def forget(self) -> None:
+        """Drops the rows that finished requests have left."""
+        self._cache.forget()
+
     def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
         """A tree per request, grown for all of them together."""
         drafts: dict[int, _Draft] = {}

@@ -57,7 +57,7 @@ class _Window:
         pool: first token -> what followed it, the latest last.
         tops: node of the latest iteration of each column of the last draft; -1 = the root.
         last: the request's last token when that draft was made.
-        prompt_read: whether the prompt's n-grams are in the pool.
+        begun: whether a draft was made, and the prompt's n-grams are in the pool.
     """
 
     levels: list[list[int]]
@@ -65,7 +65,7 @@ class _Window:
     pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     tops: list[int] = field(default_factory=list)
     last: int = 0
-    prompt_read: bool = False
+    begun: bool = False
 
 
 class LookaheadDrafter:
@@ -103,18 +103,22 @@ class LookaheadDrafter:
         """Forgets the request."""
         self._windows.pop(request.id, None)
 
+    def forget(self) -> None:
+        """Finished requests leave nothing."""
+
     def _draft(self, request: DraftRequest, budget: int) -> DraftTree:
         window, options = self._windows[request.id], self._options
         window.tops = []
         if not budget:
             return EMPTY_TREE
-        if options.prompt and not window.prompt_read:
+        first = not window.begun
+        if options.prompt and first:
             self._remember_text(window, request.tokens)
-        window.prompt_read = True
+        window.begun = True
         window.last = request.tokens[-1]
         known = window.pool.get(window.last, [])[::-1]
         first_column = options.ngram - 2
-        if budget < first_column and not self._warned:
+        if budget < first_column and first and not self._warned:
             self._warned = True
             _log.warning(
                 "lookahead's window needs at least %d draft tokens, %d are allowed: only remembered n-grams "

@@ -131,6 +131,10 @@ class MedusaDrafter:
         self._hidden.pop(request.id, None)
         self._guesses.pop(request.id, None)
 
+    def forget(self) -> None:
+        """Begins to count anew how often guesses come true."""
+        self.accuracy = Accuracy(self._heads.count)
+
     @torch.inference_mode()
     def _logits(self, hidden_RW: Tensor) -> list[Tensor]:
         """[R, V] per head."""

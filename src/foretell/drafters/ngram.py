@@ -76,6 +76,9 @@ class NgramDrafter:
         """Forgets the request."""
         self._indices.pop(request.id, None)
 
+    def forget(self) -> None:
+        """Finished requests leave nothing."""
+
     def _catch_up(self, index: _Index, tokens: Sequence[int]) -> None:
         """Indexes every n-gram that something follows: never the one at the very end, which would
         match itself."""

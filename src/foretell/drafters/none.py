@@ -34,6 +34,9 @@ class NoDrafter:
     def finish(self, request: DraftRequest) -> None:
         """Nothing to do."""
 
+    def forget(self) -> None:
+        """Nothing to do."""
+
 
 def build(context: DrafterContext, argument: str | None, options: NoOptions) -> NoDrafter:
     """See `DrafterEntry.build`."""

@@ -88,6 +88,10 @@ class Pool:
         self._half = limit // 2
         self.generations = [SuffixAutomaton()]
 
+    def clear(self) -> None:
+        """Forgets every text."""
+        self.generations = [SuffixAutomaton()]
+
     @property
     def nbytes(self) -> int:
         return sum(automaton.nbytes for automaton in self.generations)
@@ -154,6 +158,11 @@ class SuffixDrafter:
         history = self._histories.pop(request.id, None)
         if history is not None and self.pool is not None and len(request.tokens) > history.prompt_length:
             self.pool.add(request.tokens[max(0, history.prompt_length - self._options.depth) :])
+
+    def forget(self) -> None:
+        """Empties the pool."""
+        if self.pool is not None:
+            self.pool.clear()
 
     def _catch_up(self, history: _History, tokens: Sequence[int]) -> None:
         new = tokens[history.read :]

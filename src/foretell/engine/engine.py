@@ -150,6 +150,11 @@ class Engine:
             self._end(request)
             self._planner.forget(request.id)
 
+    def forget(self) -> None:
+        """Drops what finished requests have left, here and in the drafter: the next one finds nothing."""
+        self.cache.forget()
+        self._drafter.forget()
+
     def step(self) -> list[Request]:
         """Advances every running request by one forward pass; returns those that emitted tokens.
 
