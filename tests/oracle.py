@@ -18,6 +18,14 @@ from foretell.sampling import Sampler
 from foretell.types import NO_NEEDS, DraftTree, SamplingParams, StepPlan
 from foretell.verify import RULES
 
+# of unequal length: some repeat themselves, one has a single token
+PROMPTS = [
+    [5, 17, 33, 8, 61],
+    [40, 41, 9, 40, 41, 9, 40, 41],
+    [7],
+    [90, 3, 90, 3, 55, 12, 13, 14, 15, 16, 17],
+]
+
 
 def generate(model, prompt: Sequence[int], params: SamplingParams, end_ids=frozenset()) -> list[int]:
     """What plain decoding emits, ids only."""

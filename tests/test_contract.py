@@ -19,12 +19,7 @@ from foretell.verify import RULES
 from tests import head_files, oracle
 from tests.enumerate import Script, ScriptedRows, all_runs
 
-PROMPTS = [
-    [5, 17, 33, 8, 61],
-    [40, 41, 9, 40, 41, 9, 40, 41],
-    [7],
-    [90, 3, 90, 3, 55, 12, 13, 14, 15, 16, 17],
-]
+PROMPTS = oracle.PROMPTS
 SETTINGS = {
     "greedy": SamplingParams(max_tokens=14),
     "seeded": SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=7),

@@ -14,12 +14,7 @@ from foretell.types import SamplingParams, chain
 from foretell.verify import RULES
 from tests import oracle
 
-PROMPTS = [
-    [5, 17, 33, 8, 61],
-    [40, 41, 9, 40, 41, 9, 40, 41],
-    [7],
-    [90, 3, 90, 3, 55, 12, 13, 14, 15, 16, 17],
-]
+PROMPTS = oracle.PROMPTS
 SETTINGS = {
     "greedy": SamplingParams(max_tokens=20),
     "seeded": SamplingParams(max_tokens=20, temperature=0.9, seed=7),

@@ -138,6 +138,17 @@ def context(target):
     return DrafterContext(target, None, 256)
 
 
+def mimo_model(model_folder, tmp_path, more=None):
+    """A MiMo model: Qwen2's graph and its module in one folder, and maybe more tensors."""
+    from foretell.models.decoder import load_decoder
+
+    config, tensors = reference_heads.read(model_folder("qwen2", **head_files.TARGET))
+    _, module = reference_heads.read(head_files.mimo(tmp_path / "module"))
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "rms_norm_eps": 1e-5}
+    folder = head_files.write(tmp_path / "model", config, tensors | module | (more or {}))
+    return load_decoder(folder, torch.float32, torch.device("cpu")), folder
+
+
 def edit(folder, change):
     """Changes the tensors of a safetensors or .bin checkpoint."""
     config, tensors = reference_heads.read(folder)
@@ -353,14 +364,9 @@ def test_what_trainers_leave_beside_the_weights_is_not_read(target, tmp_path):
 
 def test_auto_goes_without_heads_that_do_not_load(model_folder, tmp_path, caplog):
     from foretell.drafters.suffix import SuffixDrafter
-    from foretell.models.decoder import load_decoder
 
-    config, tensors = reference_heads.read(model_folder("qwen2", **head_files.TARGET))
-    _, module = reference_heads.read(head_files.mimo(tmp_path / "module"))
-    module["model.mtp_layers.0.surprise.weight"] = torch.zeros(3)
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
-    folder = head_files.write(tmp_path / "model", config, tensors | module)
-    model = load_decoder(folder, torch.float32, torch.device("cpu"))
+    surprise = {"model.mtp_layers.0.surprise.weight": torch.zeros(3)}
+    model, folder = mimo_model(model_folder, tmp_path, surprise)
     assert isinstance(build_drafter("auto", {}, DrafterContext(model, None, 256, folder)), SuffixDrafter)
     assert "surprise" in caplog.text
     with pytest.raises(InputError, match="surprise"):
@@ -369,14 +375,7 @@ def test_auto_goes_without_heads_that_do_not_load(model_folder, tmp_path, caplog
 
 def test_heads_inside_the_targets_checkpoint(decoder, model_folder, tmp_path):
     """A MiMo model: Qwen2's graph and its module in one folder; the decoder leaves the module alone."""
-    from foretell.models.decoder import load_decoder
-
-    base = model_folder("qwen2", **head_files.TARGET)
-    config, tensors = reference_heads.read(base)
-    _, module = reference_heads.read(head_files.mimo(tmp_path / "module"))
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "rms_norm_eps": 1e-5}
-    folder = head_files.write(tmp_path / "model", config, tensors | module)
-    model = load_decoder(folder, torch.float32, torch.device("cpu"))
+    model, folder = mimo_model(model_folder, tmp_path)
     drafter = build_drafter("mtp", {}, DrafterContext(model, None, 256, folder))
     params = SamplingParams(max_tokens=10)
     for request in oracle.run(oracle.engine(model, drafter), PROMPTS, params):
@@ -396,14 +395,8 @@ def test_inspect_says_what_the_checkpoint_brings_along(model_folder, tmp_path):
 
 def test_auto_uses_the_module_that_the_model_brought_along(model_folder, tmp_path):
     from foretell.drafters.combine import CombinedDrafter
-    from foretell.models.decoder import load_decoder
 
-    base = model_folder("qwen2", **head_files.TARGET)
-    config, tensors = reference_heads.read(base)
-    _, module = reference_heads.read(head_files.mimo(tmp_path / "module"))
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "rms_norm_eps": 1e-5}
-    folder = head_files.write(tmp_path / "model", config, tensors | module)
-    model = load_decoder(folder, torch.float32, torch.device("cpu"))
+    model, folder = mimo_model(model_folder, tmp_path)
     drafter = build_drafter("auto", {}, DrafterContext(model, None, 256, folder))
     assert isinstance(drafter, CombinedDrafter)
     assert drafter.needs.last_hidden

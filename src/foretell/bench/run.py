@@ -12,7 +12,7 @@ from typing import Any
 from foretell.bench.items import Item
 from foretell.bench.methods import Answer, Method
 from foretell.errors import InputError
-from foretell.types import SamplingParams
+from foretell.types import SamplingParams, StepStats
 
 PLAIN = "plain"
 
@@ -189,17 +189,17 @@ def _row(
     speed, low, high = _speed(own)
     base = _speed(plain)[0] if plain else None
     answers = [a for c in own for a in c["answers"]]
-    stats = _add([a["stats"] for a in answers if a["stats"] is not None])
+    stats = _total(answers)
     wanted = {a["item"]: a["ids"] for c in reference for a in c["answers"]}
     same = [a["ids"] == wanted[a["item"]] for a in answers if a["item"] in wanted]
     gaps = sorted(gap for a in answers for gap in a["gaps_s"])
     ratio = None if base is None else speed / base
-    per_step = stats["emitted"] / stats["steps"] if stats.get("steps") else None
+    per_step = stats.emitted / stats.steps if stats else None
     return {
         "tokens_per_s": round(speed, 3),
         "spread": [round(low, 3), round(high, 3)],
         "ratio_to_plain": None if ratio is None else round(ratio, 4),
-        "al": round(1 + stats["accepted"] / stats["drafts"], 4) if stats.get("drafts") else 1.0,
+        "al": round(stats.al, 4) if stats else None,
         "tokens_per_step": None if per_step is None else round(per_step, 4),
         "overhead_c": round(per_step / ratio - 1, 4) if per_step and ratio else None,
         "lossless": all(same) if same else None,
@@ -207,12 +207,8 @@ def _row(
         "ttft_s": round(statistics.median(a["first_s"] for a in answers), 4),
         "itl_ms": round(1000 * statistics.median(gaps), 3) if gaps else None,
         "itl_p99_ms": round(1000 * gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))], 3) if gaps else None,
-        "marginal_acceptance": [round(x / stats["drafts"], 4) for x in stats.get("accepted_at", [])]
-        if stats.get("drafts")
-        else [],
-        "seconds": {
-            k: round(stats[k], 3) for k in ("draft_s", "target_s", "verify_s", "rest_s") if k in stats
-        },
+        "marginal_acceptance": [round(x, 4) for x in stats.marginal] if stats else [],
+        "seconds": stats.to_json()["seconds"] if stats else {},
         "answers": len(answers),
     }
 
@@ -228,16 +224,10 @@ def _speed(own: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     return tokens / middle, tokens / sum(map(max, times)), tokens / sum(map(min, times))
 
 
-def _add(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums of counters; lists are added place by place."""
-    out: dict[str, Any] = {}
+def _total(answers: Sequence[Mapping[str, Any]]) -> StepStats | None:
+    """What speculation did over all answers; None where the method does not tell."""
+    parts = [StepStats(**answer["stats"]) for answer in answers if answer["stats"] is not None]
+    total = StepStats()
     for part in parts:
-        for name, value in part.items():
-            if isinstance(value, list):
-                old = out.setdefault(name, [])
-                old += [0] * (len(value) - len(old))
-                for place, number in enumerate(value):
-                    old[place] += number
-            else:
-                out[name] = out.get(name, 0) + value
-    return out
+        total.add(part)
+    return total if parts else None

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.catalog import Report
 from foretell.models.tokenizer import Tokenizer
@@ -127,6 +128,17 @@ class DrafterContext:
     learning: bool = True
     allow_untested: bool = False
     report: Report | None = None
+
+    def head_folder(self, name: str, argument: str | None) -> Path:
+        """Where the drafter `name` finds its heads: in the given folder, else in the target's checkpoint.
+
+        Raises:
+            InputError: neither is known.
+        """
+        folder = Path(argument) if argument else self.folder
+        if folder is None:
+            raise InputError(f"drafter {name!r} needs the folder of its heads here", hint=f"{name}:PATH")
+        return folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,14 +89,13 @@ def feature_drafter(context: DrafterContext, head: FeatureHead, options: Feature
 
 def shape_of(options: FeatureOptions) -> tuple[Shape, int, int]:
     """Shape of the tree, nodes that suit it, and rows that the head computes for it at most."""
-    if options.tree != "dynamic":
-        plain = type(options)()
-        for name in ("depth", "top_k"):
-            if getattr(options, name) != getattr(plain, name):
-                _log.warning("%s has no effect: the tree is %s", name, options.tree)
     if options.tree == "dynamic":
         nodes = options.depth if options.top_k == 1 else 4 * options.top_k
         return BestFirst(options.depth, options.top_k), nodes, options.top_k * max(1, options.depth - 1)
+    plain = type(options)()
+    for name in ("depth", "top_k"):
+        if getattr(options, name) != getattr(plain, name):
+            _log.warning("%s has no effect: the tree is %s", name, options.tree)
     fixed = Fixed(EAGLE1_TREE if options.tree == "eagle1" else read_paths(Path(options.tree)))
     return fixed, len(fixed.paths), len(fixed.paths)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.grow import Fixed, Ranks, read_paths
-from foretell.errors import InputError
 from foretell.heads.checkpoint import make_ready
 from foretell.heads.medusa import MedusaHeads, load_medusa
 from foretell.models.base import TargetModel
@@ -174,11 +173,8 @@ class MedusaDrafter:
 
 def build(context: DrafterContext, argument: str | None, options: MedusaOptions) -> MedusaDrafter:
     """See `DrafterEntry.build`; without an argument the heads are in the target's own checkpoint."""
-    folder = Path(argument) if argument else context.folder
-    if folder is None:
-        raise InputError("drafter 'medusa' needs the folder of its heads here", hint="medusa:PATH")
     target = context.target
-    heads = load_medusa(folder, target.hidden_size, target.vocab_size)
+    heads = load_medusa(context.head_folder("medusa", argument), target.hidden_size, target.vocab_size)
     make_ready(heads, target.device, target.dtype)
     paths = None if options.tree == "auto" else Fixed(read_paths(Path(options.tree))).paths
     return MedusaDrafter(heads, target, paths, learning=context.learning)

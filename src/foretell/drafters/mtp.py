@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from foretell.drafters.base import DrafterContext
 from foretell.drafters.eagle import FeatureOptions, feature_drafter
 from foretell.drafters.feature import FeatureDrafter
-from foretell.errors import InputError
 from foretell.heads.checkpoint import make_ready
 from foretell.heads.mtp import load_mtp
 
@@ -32,10 +30,7 @@ class MtpOptions(FeatureOptions):
 
 def build(context: DrafterContext, argument: str | None, options: MtpOptions) -> FeatureDrafter:
     """See `DrafterEntry.build`; without an argument the module is in the target's own checkpoint."""
-    folder = Path(argument) if argument else context.folder
-    if folder is None:
-        raise InputError("drafter 'mtp' needs the folder of a module here", hint="mtp:PATH")
     target = context.target
-    head = load_mtp(folder, target.hidden_size, target.vocab_size)
+    head = load_mtp(context.head_folder("mtp", argument), target.hidden_size, target.vocab_size)
     make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

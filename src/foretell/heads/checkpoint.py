@@ -7,9 +7,9 @@ output still right. Here missing, unknown and misshaped tensors are an error tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,15 +19,6 @@ from foretell.heads.layers import Slot
 from foretell.models.config import read_config
 from foretell.models.linear import pack
 from foretell.models.weights import Checkpoint
-
-_HARMLESS = ("rotary_emb.inv_freq",)  # written by old exporters, derived from the config
-
-
-class Head(Protocol):
-    """A module that knows its published tensors."""
-
-    def slots(self) -> Iterable[Slot]: ...
-
 
 H = TypeVar("H", bound=nn.Module)
 
@@ -76,33 +67,15 @@ def fill(
     Raises:
         InputError: missing, unknown or misshaped tensors, all of them.
     """
-    wanted = {rename(slot.name): slot for slot in slots()}
-    held = {name for name in checkpoint if not name.endswith(_HARMLESS)}
-    if ignore:
-        held = {name for name in held if not re.match(ignore, name)}
-    problems = []
-    if missing := sorted(wanted.keys() - held):
-        problems.append(f"missing: {', '.join(missing)}")
-    if unknown := sorted(held - wanted.keys()):
-        problems.append(f"unknown: {', '.join(unknown)}")
-    shapes = {name: (slot.rows, *slot.value.shape[1:]) for name, slot in wanted.items() if name in held}
-    wrong = [
-        f"{name} is {checkpoint.shape(name)}, expected {shape}"
-        for name, shape in sorted(shapes.items())
-        if checkpoint.shape(name) != shape
-    ]
-    if wrong:
-        problems.append(f"misshaped: {'; '.join(wrong)}")
-    if problems:
-        raise InputError(
-            f"{checkpoint.folder} is not the head that its config.json describes; {'; '.join(problems)}"
-        )
-    floating = {checkpoint.dtype(name) for name in wanted} & {torch.float16, torch.bfloat16, torch.float32}
+    shapes = {rename(slot.name): (slot.rows, *slot.value.shape[1:]) for slot in slots()}
+    checkpoint.require(shapes, beside=re.compile(ignore) if ignore else None, shapes=shapes)
+    floating = {checkpoint.dtype(name) for name in shapes} & {torch.float16, torch.bfloat16, torch.float32}
     head.to_empty(device="cpu")
     head.to(floating.pop() if len(floating) == 1 else torch.float32)
     with torch.no_grad():
         for slot in slots():
-            slot.view.copy_(checkpoint.get(rename(slot.name), (slot.rows, *slot.value.shape[1:])))
+            name = rename(slot.name)
+            slot.view.copy_(checkpoint.get(name, shapes[name]))
     return head
 
 
@@ -121,8 +94,3 @@ def make_ready(head: H, device: torch.device, dtype: torch.dtype) -> H:
         if parameter.is_floating_point() and parameter.ndim == 1:
             parameter.data = parameter.data.to(dtype)
     return head.eval()
-
-
-def tensors(slots: Iterable[Slot]) -> Mapping[str, torch.Tensor]:
-    """The published tensors of a head, for writing a checkpoint."""
-    return {slot.name: slot.view.detach().contiguous() for slot in slots}

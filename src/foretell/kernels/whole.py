@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.kernels.base import BLOCK8, MAX_CHUNK, HeadSpec, Visibility
+from foretell.kernels.base import BLOCK8, MAX_CHUNK, PANEL, HeadSpec, Visibility
 from foretell.kernels.native import NativeKernels
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -103,7 +103,9 @@ class WholePass:
     def fits(layers: Sequence[LayerSpec]) -> bool:
         """Whether compiled code can run these layers: whole panels, and plain scores."""
         whole = all(
-            m.outputs % 16 == 0 for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            m.outputs % PANEL == 0
+            for layer in layers
+            for m in (layer.qkv, layer.out, layer.gate_up, layer.down)
         )
         plain = all(not layer.spec.softcap and layer.spec.sinks_H is None for layer in layers)
         return bool(layers) and whole and plain
@@ -173,7 +175,7 @@ def _fill(entry: _Layer, layer: LayerSpec, seen: int) -> None:
         setattr(
             entry,
             name,
-            _Matrix(matrix.packed.data_ptr(), bias, matrix.inputs, matrix.outputs // 16, matrix.kind),
+            _Matrix(matrix.packed.data_ptr(), bias, matrix.inputs, matrix.outputs // PANEL, matrix.kind),
         )
 
 

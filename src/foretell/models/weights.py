@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from foretell.errors import InputError
 
-_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 # what trainers leave beside the weights
 _OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|random_states)\b.*")
 _HARMLESS = ("rotary_emb.inv_freq",)  # written by old exporters, derived from the config
@@ -83,7 +84,7 @@ class Checkpoint:
         for name, path in self._where.items():
             part = self._files[path].get_slice(name)
             count = math.prod(part.get_shape())
-            out[name] = count, count * _BYTES.get(part.get_dtype(), 4)
+            out[name] = count, count * self.dtype(name).itemsize
         return out
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -91,17 +92,22 @@ class Checkpoint:
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
-        return self._files[self._where[name]].get_tensor(name).dtype
+        """Stored dtype of a tensor, which is not read."""
+        stored = self._files[self._where[name]].get_slice(name).get_dtype()
+        return _DTYPES.get(stored, torch.float32)
 
     def require(
-        self, names: Iterable[str], optional: Iterable[str] = (), beside: re.Pattern[str] | None = None
+        self,
+        names: Iterable[str],
+        optional: Iterable[str] = (),
+        beside: re.Pattern[str] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Checks that the checkpoint holds exactly these tensors, and maybe the optional ones; names that
-        `beside` matches belong to somebody else.
+        `beside` matches belong to somebody else. With `shapes`, theirs are checked too.
 
         Raises:
-            InputError: listing what is missing and what is unknown.
+            InputError: listing what is missing, unknown and misshaped.
         """
         wanted, held = set(names), {n for n in self._where if not n.endswith(_HARMLESS)}
         problems = []
@@ -110,6 +116,11 @@ class Checkpoint:
         unknown = held - wanted - set(optional)
         if unknown := {name for name in unknown if beside is None or not beside.match(name)}:
             problems.append(f"unknown: {', '.join(sorted(unknown))}")
+        stored = {name: (self.shape(name), shape) for name, shape in (shapes or {}).items() if name in held}
+        if wrong := [
+            f"{n} is {own}, expected {want}" for n, (own, want) in sorted(stored.items()) if own != want
+        ]:
+            problems.append(f"misshaped: {'; '.join(wrong)}")
         if problems:
             raise InputError(f"{self.folder} does not fit its config.json; {'; '.join(problems)}")
 
@@ -164,6 +175,9 @@ class _Slice:
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return next((name for name, dtype in _DTYPES.items() if dtype == self._tensor.dtype), "F32")
 
 
 def _open(path: Path) -> _File:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from foretell.attention import Segment, pack
+from foretell.cache import KVArena
 from foretell.models.base import TargetModel
 from foretell.paths import cache_dir
 
@@ -113,21 +114,12 @@ def measure(model: TargetModel, rows: Sequence[int] = ROWS, seconds: float = _SE
     return CostTable({c: statistics.median(t[1:] or t) for c, t in times.items()})
 
 
-def _once(model: TargetModel, arena: object, context: int, rows: int) -> float:
-    from foretell.cache import KVArena
-
-    assert isinstance(arena, KVArena)
-    draft = list(range(rows - 1))
-    segment = Segment(0, context, [0], [0] * (rows - 1), [i - 1 for i in draft])
+def _once(model: TargetModel, arena: KVArena, context: int, rows: int) -> float:
+    segment = Segment(0, context, [0], [0] * (rows - 1), range(-1, rows - 2))
     start = time.perf_counter()
     logits_RV = model.forward(pack([segment], arena)).logits_RV
     float(logits_RV[0, 0])  # waits for the device
     return time.perf_counter() - start
-
-
-def roofline(weight_bytes: float, parameters: float, bandwidth: float, flops: float) -> CostTable:
-    """A table from a device's measures, where nothing can be measured."""
-    return CostTable({rows: max(weight_bytes / bandwidth, 2 * parameters * rows / flops) for rows in ROWS})
 
 
 def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:

@@ -10,7 +10,6 @@
  * weights in fp32, for half the bytes. */
 #include "common.h"
 
-#define PANEL 16
 #define BLOCK 128 /* inputs of a panel that one pass takes */
 #define ROWS 6    /* rows that share a weight in registers */
 #define WIDEN_ONCE 4 /* passes from which a widened copy of the block pays */
@@ -95,7 +94,7 @@ INLINE void linear_pass(const float *x, const void *w, float *sums, int64_t n, i
 /* One panel for all rows: sums[rows, 16] stays in the cache, out is written once at the end. Where a
  * block serves many passes it is widened once. */
 INLINE void linear_panel(const linear_t *a, int64_t panel, float *sums, float *wide, const int kind) {
-  const int64_t size = kind == FP32 ? 4 : 2, stride = a->panels * PANEL;
+  const int64_t size = kind == FP32 ? 4 : 2;
   const int64_t passes = (a->rows + ROWS - 1) / ROWS, each = (a->rows + passes - 1) / passes;
   const int64_t every = passes * (64 / (PANEL * size)), share = BLOCK * PANEL * size / passes;
   for (int64_t k0 = 0; k0 < a->in; k0 += BLOCK) {
@@ -111,13 +110,7 @@ INLINE void linear_panel(const linear_t *a, int64_t panel, float *sums, float *w
       else linear_pass(x, w, sums + r * PANEL, n, a->in, k0 == 0, next, every, count, kind);
     }
   }
-  f8 bias0 = splat(0), bias1 = splat(0);
-  if (a->bias) { bias0 = LOAD(a->bias + panel * PANEL); bias1 = LOAD(a->bias + panel * PANEL + 8); }
-  for (int64_t r = 0; r < a->rows; r++) {
-    float *out = a->out + r * stride + panel * PANEL;
-    STORE(out, LOAD(sums + r * PANEL) + bias0);
-    STORE(out + 8, LOAD(sums + r * PANEL + 8) + bias1);
-  }
+  store_panel(a->out, a->panels * PANEL, panel, sums, a->bias, a->rows);
 }
 
 static void linear_task(void *p, int64_t task) {

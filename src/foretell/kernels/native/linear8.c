@@ -9,7 +9,6 @@
  * multiply-add. Rows share weights in registers six at a time, as in linear.c. */
 #include "common.h"
 
-#define PANEL 16
 #define BLOCK8 64
 #define GROUP 8 /* blocks that one pass over the rows takes */
 #define ROWS 6
@@ -143,7 +142,6 @@ INLINE void group_tile(const int16_t *q, const float *scale, int64_t blocks, con
 }
 
 static void linear8_panel(const linear8_t *a, int64_t panel, float *sums) {
-  const int64_t stride = a->panels * PANEL;
   const int64_t passes = (a->rows + ROWS - 1) / ROWS, each = (a->rows + passes - 1) / passes;
   memset(sums, 0, (size_t)(a->rows * PANEL) * sizeof(float));
   for (int64_t b0 = 0; b0 < a->blocks; b0 += GROUP) {
@@ -164,13 +162,7 @@ static void linear8_panel(const linear8_t *a, int64_t panel, float *sums) {
       }
     }
   }
-  f8 bias0 = splat(0), bias1 = splat(0);
-  if (a->bias) { bias0 = LOAD(a->bias + panel * PANEL); bias1 = LOAD(a->bias + panel * PANEL + 8); }
-  for (int64_t r = 0; r < a->rows; r++) {
-    float *out = a->out + r * stride + panel * PANEL;
-    STORE(out, LOAD(sums + r * PANEL) + bias0);
-    STORE(out + 8, LOAD(sums + r * PANEL + 8) + bias1);
-  }
+  store_panel(a->out, a->panels * PANEL, panel, sums, a->bias, a->rows);
 }
 
 static void linear8_task(void *p, int64_t task) {

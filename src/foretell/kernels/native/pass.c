@@ -45,7 +45,7 @@ static void multiply(const pass_t *p, const matrix_t *m, const float *x, float *
   for (int64_t r = 0; r < p->rows; r += AT_ONCE) {
     int64_t rows = p->rows - r < AT_ONCE ? p->rows - r : AT_ONCE;
     const float *part = x + r * m->in;
-    float *to = out + r * m->panels * 16;
+    float *to = out + r * m->panels * PANEL;
     if (m->kind == INT8) ft_linear8(part, m->w, m->bias, to, p->q8, p->scale8, rows, m->in, m->panels, threads);
     else ft_linear(part, m->w, m->bias, to, rows, m->in, m->panels, (int)m->kind, threads);
   }
