@@ -34,7 +34,10 @@ def attend_reference(
         for head in range(spec.heads):
             kv = head // (spec.heads // spec.kv_heads)
             old, new = (past_KND[i][kv] for i in (0, 1)), (new_TKD[i][visible, kv] for i in (0, 1))
-            k_ND, v_ND = (torch.cat([a, b])[max(0, oldest) :].double() for a, b in zip(old, new, strict=True))
+            read = range(segment.past) if segment.selected is None else segment.selected.tolist()
+            places = [*read, *range(segment.past, segment.past + len(visible))]
+            places = [place for place in places if place >= oldest]
+            k_ND, v_ND = (torch.cat([a, b])[places].double() for a, b in zip(old, new, strict=True))
             score_N = k_ND @ q_THD[row, head].double() * spec.scale
             if spec.softcap:
                 score_N = spec.softcap * torch.tanh(score_N / spec.softcap)

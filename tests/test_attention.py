@@ -49,12 +49,14 @@ def check(segments: list[Segment], spec: HeadSpec, kernels, seed: int) -> None:
 
 @st.composite
 def segments(draw):
-    """Up to three requests with random pasts, pending chains and random trees."""
+    """Up to three requests with random pasts, read in whole or in part, pending chains and random trees."""
     out, start = [], 0
     for _ in range(draw(st.integers(1, 3))):
         past, pending = draw(st.integers(0, 12)), draw(st.integers(1, 6))
         parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, 7)))]
-        out.append(Segment(start, past, [0] * pending, [0] * len(parents), parents))
+        kept = draw(st.none() | st.sets(st.integers(0, past - 1))) if past else None
+        selected = None if kept is None else torch.tensor(sorted(kept), dtype=torch.int64)
+        out.append(Segment(start, past, [0] * pending, [0] * len(parents), parents, selected=selected))
         start += 32
     return out
 
@@ -71,8 +73,8 @@ def test_tree_mask_by_hand():
     """What each row may see, written out: two committed slots, two pending rows, a tree of four."""
     arena = KVArena(1, 1, 8, 16, torch.float32, CPU)
     batch = pack([Segment(3, 2, [0, 0], [0, 0, 0, 0], [-1, -1, 0, 1])], arena)
-    ((first, keys, mask),) = batch.seen(None).masks
-    assert (first, keys) == (3, 8)
+    ((slots, mask),) = batch.seen(None).masks
+    assert slots == slice(3, 11)
     assert mask.int().tolist() == [
         [1, 1, 1, 0, 0, 0, 0, 0],
         [1, 1, 1, 1, 0, 0, 0, 0],

@@ -172,20 +172,20 @@ class Needs:
         last_hidden: hidden states after the final norm.
         aux_layers: residual stream entering these layers.
         choices: the target's likeliest token at every node of the draft.
+        queries: rotated queries of these layers, to compute attention from.
     """
 
     last_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
     choices: bool = False
+    queries: tuple[int, ...] = ()
 
     def __or__(self, other: Needs) -> Needs:
         """Both together."""
-        layers = tuple(sorted({*self.aux_layers, *other.aux_layers}))
-        return Needs(
-            self.last_hidden or other.last_hidden,
-            layers,
-            self.choices or other.choices,
-        )
+        mine, others = (self.aux_layers, self.queries), (other.aux_layers, other.queries)
+        layers, queries = (tuple(sorted({*a, *b})) for a, b in zip(mine, others, strict=True))
+        choices = self.choices or other.choices
+        return Needs(self.last_hidden or other.last_hidden, layers, choices, queries)
 
 
 NO_NEEDS = Needs()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretell.attention.batch import Batch
+from foretell.attention.batch import Batch, Queries
 from foretell.kernels import HeadSpec, Kernels
 
 
@@ -30,4 +30,6 @@ def attend(
         [T, H * D]; row t is the mix of the values that row t sees (`Batch.seen`).
     """
     batch.attend_calls += 1
+    if layer in batch.capture:
+        batch.queries[layer] = Queries(q_THD.clone(), spec)
     return kernels.attend(q_THD, k_TKD, v_TKD, batch.arena.layer(layer), batch.seen(spec.window), spec)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foretell.cache.arena import KVArena
-from foretell.kernels import Visibility
+from foretell.kernels import HeadSpec, Visibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Segment:
         logits: whether the last pending token's logits are wanted; a draft always gets them.
         stored: so many draft nodes have been written behind `past` by earlier passes.
         shift: added to the positions; the slots begin with position `shift`.
+        selected: ascending places among the committed tokens, int64 on the CPU; the rows see no other of
+            them. None = all. Positions stay what they are.
     """
 
     start: int
@@ -44,6 +46,7 @@ class Segment:
     logits: bool = True
     stored: int = 0
     shift: int = 0
+    selected: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -64,6 +67,14 @@ class Segment:
         return paths
 
 
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Rotated queries of one layer's rows [T, H, D], and how that layer scores keys with them."""
+
+    q_THD: Tensor
+    spec: HeadSpec
+
+
 @dataclass
 class Batch:
     """One forward pass over packed rows; see `pack`.
@@ -73,6 +84,7 @@ class Batch:
         logit_R: packed rows whose logits are wanted, in the order of the segments.
         segments: (first row, Segment) per request.
         attend_calls: attention layers that have run on this batch; the model checks it.
+        capture: layers whose queries are wanted; `queries` holds them after the pass.
     """
 
     token_T: Tensor
@@ -82,6 +94,8 @@ class Batch:
     segments: list[tuple[int, Segment]]
     arena: KVArena
     attend_calls: int = 0
+    capture: frozenset[int] = frozenset()
+    queries: dict[int, Queries] = field(default_factory=dict)
     _seen: dict[int | None, Visibility] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> Visibility:
@@ -123,6 +137,9 @@ def _visibility(segments: list[tuple[int, Segment]], window: int | None) -> Visi
     slots, bases, lows, highs = [], [], [], []
     counts: list[int] = [0]
     extra: list[int] = []
+    order_at: list[int] = []
+    orders: list[Tensor] = []
+    listed = 0
     for _, segment in segments:
         chain, past = len(segment.pending), segment.past
         first = segment.start + past + segment.stored
@@ -140,6 +157,13 @@ def _visibility(segments: list[tuple[int, Segment]], window: int | None) -> Visi
             seen = [i for i in range(run, len(path)) if past + chain + i >= oldest]
             extra.extend(past + path[i] for i in seen)
             counts.append(len(seen))
+        if segment.selected is not None:
+            block = torch.arange(past, past + segment.rows + segment.stored)
+            orders.append(torch.cat([segment.selected, block]))
+            # from slots to places in the list of those that are read
+            low, high = (torch.searchsorted(orders[-1], bound) for bound in (low, high))
+        order_at.extend([-1 if segment.selected is None else listed] * segment.rows)
+        listed += 0 if segment.selected is None else len(orders[-1])
         lows.append(low)
         highs.append(high)
     return Visibility(
@@ -149,5 +173,7 @@ def _visibility(segments: list[tuple[int, Segment]], window: int | None) -> Visi
         hi_T=torch.cat(highs),
         extra_start=torch.tensor(counts, dtype=torch.int64).cumsum(0),
         extra=torch.tensor(extra, dtype=torch.int64),
+        order_at=torch.tensor(order_at, dtype=torch.int64),
+        order=torch.cat(orders) if orders else torch.empty(0, dtype=torch.int64),
         segments=tuple((row, segment.rows) for row, segment in segments),
     )

@@ -49,6 +49,9 @@ class Visibility:
     Row t stores its K and V at `slot_T[t]` and sees slots `base_T[t] + [lo_T[t], hi_T[t])`, then the
     slots `base_T[t] + extra[extra_start[t] : extra_start[t + 1]]`; in that order they are in order of
     position. `segments` lists (first row, rows) of each request. All tensors are int64 on the CPU.
+
+    Where `order_at[t]` is not -1 the row reads a selection: j in [lo_T[t], hi_T[t]) stands for the slot
+    `base_T[t] + order[order_at[t] + j]`. All rows of a request share its list.
     """
 
     slot_T: Tensor
@@ -57,6 +60,8 @@ class Visibility:
     hi_T: Tensor
     extra_start: Tensor
     extra: Tensor
+    order_at: Tensor
+    order: Tensor
     segments: tuple[tuple[int, int], ...]
     _cache: dict[object, Any] = field(default_factory=dict, repr=False)
 
@@ -67,30 +72,41 @@ class Visibility:
         found: T = self._cache[key]
         return found
 
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order in which compiled code has them (native/pass.h)."""
+        ranges = self.slot_T, self.base_T, self.lo_T, self.hi_T
+        return (*ranges, self.extra_start, self.extra, self.order_at, self.order)
+
     @cached_property
     def keys_read(self) -> int:
         """Keys read by one head over all rows."""
         return int((self.hi_T - self.lo_T).sum()) + len(self.extra)
 
     @cached_property
-    def masks(self) -> list[tuple[int, int, Tensor]]:
-        """Per segment: first slot (absolute), keys N, and a bool mask [rows, N] of what is seen."""
-        out = []
-        for row, rows in self.segments:
-            part = slice(row, row + rows)
-            start, end = int(self.extra_start[row]), int(self.extra_start[row + rows])
-            extra = self.extra[start:end]
-            first = int(self.lo_T[part].min())
-            last = int(self.hi_T[part].max())
-            if len(extra):
-                first, last = min(first, int(extra.min())), max(last, int(extra.max()) + 1)
-            keys_N = torch.arange(first, last)
-            lo_T, hi_T = self.lo_T[part, None], self.hi_T[part, None]
-            mask_TN = (keys_N >= lo_T) & (keys_N < hi_T)
-            counts = self.extra_start[row + 1 : row + rows + 1] - self.extra_start[row : row + rows]
-            mask_TN[torch.arange(rows).repeat_interleave(counts), extra - first] = True
-            out.append((int(self.base_T[row]) + first, last - first, mask_TN))
-        return out
+    def masks(self) -> list[tuple[slice | Tensor, Tensor]]:
+        """Per segment: arena slots of N keys, and a bool mask [rows, N] of what is seen."""
+        return [self._mask(row, rows) for row, rows in self.segments]
+
+    def _mask(self, row: int, rows: int) -> tuple[slice | Tensor, Tensor]:
+        part = slice(row, row + rows)
+        extra = self.extra[int(self.extra_start[row]) : int(self.extra_start[row + rows])]
+        base, at = int(self.base_T[row]), int(self.order_at[row])
+        first, last = int(self.lo_T[part].min()), int(self.hi_T[part].max())
+        keys_N, slots, place = torch.arange(first, last), None, extra - first
+        if at >= 0:  # the range is one of places in the list; further slots get places behind it
+            further, rank = extra.unique(return_inverse=True)
+            slots = base + torch.cat([self.order[at + first : at + last], further])
+            keys_N = torch.arange(first, last + len(further))
+            place = last - first + rank
+        elif len(extra):
+            first, last = min(first, int(extra.min())), max(last, int(extra.max()) + 1)
+            keys_N, place = torch.arange(first, last), extra - first
+        lo_T, hi_T = self.lo_T[part, None], self.hi_T[part, None]
+        mask_TN = (keys_N >= lo_T) & (keys_N < hi_T)
+        counts = self.extra_start[row + 1 : row + rows + 1] - self.extra_start[row : row + rows]
+        mask_TN[torch.arange(rows).repeat_interleave(counts), place] = True
+        return slice(base + first, base + last) if slots is None else slots, mask_TN
 
 
 class Kernels(Protocol):

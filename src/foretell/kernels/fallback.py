@@ -65,19 +65,26 @@ class TorchKernels:
         slot_T = seen.cached(("slots", device), lambda: seen.slot_T.to(device))
         masks = seen.cached(
             ("masks", device, group),
-            lambda: [mask_TN.to(device).repeat_interleave(group, dim=0) for _, _, mask_TN in seen.masks],
+            lambda: [
+                (_to(slots, device), mask_TN.to(device).repeat_interleave(group, dim=0))
+                for slots, mask_TN in seen.masks
+            ],
         )
         keys_KSD[:, slot_T] = k_TKD.transpose(0, 1)
         values_KSD[:, slot_T] = v_TKD.transpose(0, 1)
         out_THD = torch.empty_like(q_THD)
-        for (row, rows), (slot, keys, _), mask_RN in zip(seen.segments, seen.masks, masks, strict=True):
-            k_KND, v_KND = keys_KSD[:, slot : slot + keys], values_KSD[:, slot : slot + keys]
+        for (row, rows), (slots, mask_RN) in zip(seen.segments, masks, strict=True):
+            k_KND, v_KND = keys_KSD[:, slots], values_KSD[:, slots]
             for start in range(0, rows, _ROWS_AT_ONCE):
                 end = min(start + _ROWS_AT_ONCE, rows)
                 part = slice(row + start, row + end)
                 seen_RN = mask_RN[start * group : end * group]
                 out_THD[part] = _attend_one(q_THD[part], k_KND, v_KND, seen_RN, spec)
         return out_THD.flatten(1)
+
+
+def _to(slots: slice | Tensor, device: torch.device) -> slice | Tensor:
+    return slots if isinstance(slots, slice) else slots.to(device)
 
 
 def _attend_one(q_THD: Tensor, k_KND: Tensor, v_KND: Tensor, mask_RN: Tensor, spec: HeadSpec) -> Tensor:

@@ -30,6 +30,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, _INT) for name in ("q_stride", "kv_stride", "head_stride")),
         *((name, _INT) for name in ("rows", "heads", "kv_heads", "dim")),
         *((name, _PTR) for name in ("slot", "base", "lo", "hi", "extra_start", "extra")),
+        *((name, _PTR) for name in ("order_at", "order")),
         *((name, _PTR) for name in ("task_row", "task_kv", "task_first", "task_count")),
         *((name, _INT) for name in ("tasks", "chunk")),
         ("sinks", _PTR),
@@ -159,12 +160,11 @@ class NativeKernels:
         out_TW = q_THD.new_empty(q_THD.shape[0], spec.heads * spec.dim)
         keys_KSD, values_KSD = cache_KSD
         sinks = None if spec.sinks_H is None else spec.sinks_H.data_ptr()
-        arrays = (seen.slot_T, seen.base_T, seen.lo_T, seen.hi_T, seen.extra_start, seen.extra)
         args = _AttendArgs(
             *(t.data_ptr() for t in (q_THD, k_TKD, v_TKD, out_TW, keys_KSD, values_KSD)),
             *(q_THD.stride(0), k_TKD.stride(0), keys_KSD.stride(0)),
             *(q_THD.shape[0], spec.heads, spec.kv_heads, spec.dim),
-            *(t.data_ptr() for t in arrays),
+            *(t.data_ptr() for t in seen.arrays),
             *(t.data_ptr() for t in tasks),
             *(tasks.shape[1], MAX_CHUNK),
             sinks,

@@ -20,7 +20,7 @@ from foretell.kernels.native import NativeKernels
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _AT_ONCE = 128  # rows of a product: native/pass.c
-_JOBS_PER_LAYER = 8  # parallel_for calls of a layer beside those of its products
+_JOBS_PER_LAYER = 9  # parallel_for calls of a layer beside those of its products
 _JOBS_PER_PRODUCT = 2
 
 
@@ -56,6 +56,7 @@ class _Matrix(ctypes.Structure):
 class _Seen(ctypes.Structure):
     _fields_ = (
         *((name, _PTR) for name in ("slot", "base", "lo", "hi", "extra_start", "extra")),
+        *((name, _PTR) for name in ("order_at", "order")),
         *((name, _PTR) for name in ("task_row", "task_kv", "task_first", "task_count")),
         *((name, _INT) for name in ("tasks", "chunk", "parallel")),
     )
@@ -73,7 +74,7 @@ class _Pass(ctypes.Structure):
     _fields_ = (
         *((name, _PTR) for name in ("layers", "seen", "norm", "cos", "sin", "position")),
         *((name, _PTR) for name in ("x", "h", "qkv", "mixed", "delta", "gate_up", "act", "scale8")),
-        *((name, _PTR) for name in ("q8", "next", "keys", "values", "aux")),
+        *((name, _PTR) for name in ("q8", "next", "keys", "values", "aux", "queries")),
         *((name, _INT) for name in ("count", "rows", "width", "inner")),
         *((name, _INT) for name in ("heads", "kv_heads", "dim", "head_stride", "layer_stride")),
         *((name, _FLOAT) for name in ("eps", "scale")),
@@ -118,6 +119,7 @@ class WholePass:
         cache: tuple[Tensor, Tensor],
         seen: Mapping[int | None, Visibility],
         aux_TW: Mapping[int, Tensor],
+        queries_THD: Mapping[int, Tensor],
     ) -> Tensor:
         """Runs the layers on `x_TW` in place; returns its final norm, [T, W].
 
@@ -126,13 +128,12 @@ class WholePass:
             cache: K and V of all layers, [L, K, S, D].
             seen: what rows see, per window.
             aux_TW: per layer index, where the stream that enters it is written.
+            queries_THD: per layer index, where its rotated queries are written.
         """
         rows, width = x_TW.shape
         first = self._specs[0]
         threads = self._kernels.given_threads(torch.get_num_threads())
-        aux = (_PTR * len(self._specs))()
-        for index, states_TW in aux_TW.items():
-            aux[index] = states_TW.data_ptr()
+        aux, queries = (self._places(wanted) for wanted in (aux_TW, queries_THD))
         views = (_Seen * len(self._windows))()
         kept = [
             _see(view, seen[w], first.spec, threads) for view, w in zip(views, self._windows, strict=True)
@@ -153,6 +154,7 @@ class WholePass:
                 ctypes.addressof(views),
                 *(t.data_ptr() for t in arrays),
                 ctypes.addressof(aux),
+                ctypes.addressof(queries),
                 *(len(self._specs), rows, width, act),
                 *(first.spec.heads, first.spec.kv_heads, first.spec.dim),
                 *(cache[0].stride(1), cache[0].stride(0)),
@@ -162,6 +164,13 @@ class WholePass:
         )
         del kept  # the tasks' arrays had to live until here
         return h_TW
+
+    def _places(self, wanted: Mapping[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+        """Per layer the address of what is wanted of it, or null."""
+        places = (_PTR * len(self._specs))()
+        for index, tensor in wanted.items():
+            places[index] = tensor.data_ptr()
+        return places
 
 
 def _fill(entry: _Layer, layer: LayerSpec, seen: int) -> None:
@@ -182,9 +191,8 @@ def _fill(entry: _Layer, layer: LayerSpec, seen: int) -> None:
 def _see(view: _Seen, seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:
     """Fills a view; returns the tasks, which must outlive the pass."""
     tasks = NativeKernels.tasks(seen, spec, threads)
-    arrays = (seen.slot_T, seen.base_T, seen.lo_T, seen.hi_T, seen.extra_start, seen.extra)
-    names = ("slot", "base", "lo", "hi", "extra_start", "extra")
-    for name, array in zip(names, arrays, strict=True):
+    names = ("slot", "base", "lo", "hi", "extra_start", "extra", "order_at", "order")
+    for name, array in zip(names, seen.arrays, strict=True):
         setattr(view, name, array.data_ptr())
     for name, array in zip(("task_row", "task_kv", "task_first", "task_count"), tasks, strict=True):
         setattr(view, name, array.data_ptr())

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foretell.attention import Batch
+from foretell.attention import Batch, Queries
 from foretell.cache import KVArena
 from foretell.types import NO_NEEDS, Needs
 
@@ -26,11 +26,13 @@ class ForwardOutput:
         hidden_TW: last hidden states after the final norm, if `needs.last_hidden`.
         aux_TW: residual stream entering each layer of `needs.aux_layers`, before its norm; the key
             `num_layers` is the stream that leaves the last layer.
+        queries: rotated queries of each layer of `needs.queries`.
     """
 
     logits_RV: Tensor
     hidden_TW: Tensor | None = None
     aux_TW: Mapping[int, Tensor] = field(default_factory=dict)
+    queries: Mapping[int, Queries] = field(default_factory=dict)
 
 
 class TargetModel(Protocol):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretell.attention import Batch, attend
+from foretell.attention import Batch, Queries, attend
 from foretell.cache import KVArena
 from foretell.kernels import HeadSpec, Kernels, NativeKernels, kernels_for
 from foretell.kernels.whole import LayerSpec, WholePass
@@ -93,6 +93,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, needs: Needs = NO_NEEDS) -> ForwardOutput:
         """One pass; see `TargetModel.forward`."""
+        batch.capture = frozenset(needs.queries)
         table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
         x_TW = self.embed(batch.token_T)
         wanted = [layer for layer in needs.aux_layers if layer < self.num_layers]
@@ -101,14 +102,21 @@ class Decoder:
             arena = batch.arena
             seen = {window: batch.seen(window) for window in set(self.config.windows)}
             cache = arena.keys_LKSD, arena.values_LKSD
-            h_TW = self._whole(x_TW, table, batch.position_T, cache, seen, aux_TW)
+            batch.queries = {layer: self._queries(layer, len(x_TW)) for layer in needs.queries}
+            queries_THD = {layer: queries.q_THD for layer, queries in batch.queries.items()}
+            h_TW = self._whole(x_TW, table, batch.position_T, cache, seen, aux_TW, queries_THD)
         else:
             h_TW = self._run(x_TW, table, batch, aux_TW)
         if self.num_layers in needs.aux_layers:
             aux_TW[self.num_layers] = x_TW
         rows_RW = h_TW[batch.logit_R]
         logits_RV = self.head(rows_RW) if len(rows_RW) else h_TW.new_empty(0, self.vocab_size)
-        return ForwardOutput(logits_RV, h_TW if needs.last_hidden else None, aux_TW)
+        return ForwardOutput(logits_RV, h_TW if needs.last_hidden else None, aux_TW, batch.queries)
+
+    def _queries(self, layer: int, rows: int) -> Queries:
+        """Room for the queries of a layer."""
+        spec = self._layers[layer].spec
+        return Queries(torch.empty(rows, spec.heads, spec.dim, dtype=self.dtype), spec)
 
     def _run(
         self, x_TW: Tensor, table: tuple[Tensor, Tensor], batch: Batch, aux_TW: dict[int, Tensor]

@@ -143,6 +143,7 @@ class HfModel:
     @torch.inference_mode()
     def forward(self, batch: Batch, needs: Needs = NO_NEEDS) -> ForwardOutput:
         """One pass; see `TargetModel.forward`."""
+        batch.capture = frozenset(needs.queries)
         hidden: list[Tensor] = []
         aux_TW: dict[int, Tensor] = {}
         hooks = self._observe(needs, hidden, aux_TW)
@@ -156,7 +157,7 @@ class HfModel:
                 f"{type(self._graph).__name__} does not route attention through the hook: "
                 f"{batch.attend_calls} calls for {self.num_layers} layers"
             )
-        return ForwardOutput(logits_RV, hidden[0] if hidden else None, aux_TW)
+        return ForwardOutput(logits_RV, hidden[0] if hidden else None, aux_TW, batch.queries)
 
     @torch.inference_mode()
     def embed(self, token_T: Tensor) -> Tensor:

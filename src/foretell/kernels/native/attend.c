@@ -1,7 +1,8 @@
 /* Attention of packed rows over the KV arena. See common.h for the rule that it keeps.
  *
  * A row sees the slots [lo, hi) of its request's range and then a list of further slots (the
- * scattered ancestors of a tree node, or a sparse selection). Softmax takes two passes: all
+ * scattered ancestors of a tree node). Where a request reads a selection of its slots, [lo, hi) are places
+ * in its list of them. Softmax takes two passes: all
  * scores, then weights times values added up key by key in that order. A "row-head" is one query
  * head of one row; the row-heads of a task share one K/V head, so K and V are read once for them. */
 #include "pass.h"
@@ -16,13 +17,14 @@ typedef struct {
   int64_t row, head, count; /* count: scores in the buffer, padded to 8 */
 } rowhead_t;
 
-/* score[j] = q . k[j] for keys j0..j1 and `count` row-heads. */
-INLINE void score_tile(rowhead_t *t, const float *k, int64_t j0, int64_t j1, int64_t dim, const int count) {
+/* score[j] = q . k[j] for keys j0..j1 and `count` row-heads; order: k[order[j]] instead of k[j]. */
+INLINE void score_tile(rowhead_t *t, const float *k, const int64_t *order, int64_t j0, int64_t j1, int64_t dim, const int count) {
   for (int64_t j = j0; j < j1; j++) {
+    const float *at = k + (order ? order[j] : j) * dim;
     f8 acc[TILE];
     for (int r = 0; r < count; r++) acc[r] = splat(0);
     for (int64_t i = 0; i < dim; i += 8) {
-      f8 key = LOAD(k + j * dim + i);
+      f8 key = LOAD(at + i);
       for (int r = 0; r < count; r++) acc[r] = fma8(LOAD(t[r].q + i), key, acc[r]);
     }
     for (int r = 0; r < count; r++) t[r].score[j - j0] = hsum(acc[r]);
@@ -30,15 +32,16 @@ INLINE void score_tile(rowhead_t *t, const float *k, int64_t j0, int64_t j1, int
 }
 
 /* out += weight[j] * v[j] for keys j0..j1, in that order; `lanes` vectors of 8 at a time. */
-INLINE void value_tile(rowhead_t *t, int64_t offset, const float *v, int64_t j0, int64_t j1, int64_t dim,
-                       const int count, const int lanes) {
+INLINE void value_tile(rowhead_t *t, int64_t offset, const float *v, const int64_t *order, int64_t j0, int64_t j1,
+                       int64_t dim, const int count, const int lanes) {
   for (int64_t c = 0; c < dim; c += 8 * lanes) {
     f8 acc[TILE][4];
     for (int r = 0; r < count; r++)
       for (int x = 0; x < lanes; x++) acc[r][x] = LOAD(t[r].out + c + 8 * x);
     for (int64_t j = j0; j < j1; j++) {
+      const float *at = v + (order ? order[j] : j) * dim + c;
       for (int x = 0; x < lanes; x++) {
-        f8 value = LOAD(v + j * dim + c + 8 * x);
+        f8 value = LOAD(at + 8 * x);
         for (int r = 0; r < count; r++) acc[r][x] = fma8(splat(t[r].score[offset + j - j0]), value, acc[r][x]);
       }
     }
@@ -47,24 +50,25 @@ INLINE void value_tile(rowhead_t *t, int64_t offset, const float *v, int64_t j0,
   }
 }
 
-static void score_keys(rowhead_t *t, const float *k, int64_t j0, int64_t j1, int64_t dim, int count) {
+static void score_keys(rowhead_t *t, const float *k, const int64_t *order, int64_t j0, int64_t j1, int64_t dim,
+                       int count) {
   switch (count) {
-    case 1: score_tile(t, k, j0, j1, dim, 1); break;
-    case 2: score_tile(t, k, j0, j1, dim, 2); break;
-    case 3: score_tile(t, k, j0, j1, dim, 3); break;
-    default: score_tile(t, k, j0, j1, dim, 4);
+    case 1: score_tile(t, k, order, j0, j1, dim, 1); break;
+    case 2: score_tile(t, k, order, j0, j1, dim, 2); break;
+    case 3: score_tile(t, k, order, j0, j1, dim, 3); break;
+    default: score_tile(t, k, order, j0, j1, dim, 4);
   }
 }
 
-static void value_keys(rowhead_t *t, int64_t offset, const float *v, int64_t j0, int64_t j1, int64_t dim,
-                       int count) {
+static void value_keys(rowhead_t *t, int64_t offset, const float *v, const int64_t *order, int64_t j0, int64_t j1,
+                       int64_t dim, int count) {
 #define VALUES(n) \
-  if (dim % 16) value_tile(t, offset, v, j0, j1, dim, n, 1); \
-  else value_tile(t, offset, v, j0, j1, dim, n, 2)
+  if (dim % 16) value_tile(t, offset, v, order, j0, j1, dim, n, 1); \
+  else value_tile(t, offset, v, order, j0, j1, dim, n, 2)
   switch (count) {
     case 1:
       if (dim % 32) { VALUES(1); }
-      else value_tile(t, offset, v, j0, j1, dim, 1, 4);
+      else value_tile(t, offset, v, order, j0, j1, dim, 1, 4);
       break;
     case 2: VALUES(2); break;
     case 3: VALUES(3); break;
@@ -103,6 +107,7 @@ static void attend_rowheads(const attend_t *a, rowhead_t *t, int count, const fl
     jhi = a->hi[row] > jhi ? a->hi[row] : jhi;
     extras = n > extras ? n : extras;
   }
+  const int64_t *order = a->order_at[t[0].row] < 0 ? 0 : a->order + a->order_at[t[0].row];
   int64_t range = jhi - jlo, stride = (range + extras + 15) / 8 * 8;
   float *buffer = get_scratch(stride * count);
   for (int r = 0; r < count; r++) {
@@ -115,7 +120,7 @@ static void attend_rowheads(const attend_t *a, rowhead_t *t, int count, const fl
       int n = count - r < TILE ? count - r : TILE;
       rowhead_t tile[TILE];
       for (int x = 0; x < n; x++) { tile[x] = t[r + x]; tile[x].score += j0 - jlo; }
-      score_keys(tile, k, j0, j1, dim, n);
+      score_keys(tile, k, order, j0, j1, dim, n);
     }
   }
   float inverse[MAX_CHUNK];
@@ -123,18 +128,21 @@ static void attend_rowheads(const attend_t *a, rowhead_t *t, int count, const fl
     for (int64_t e = a->extra_start[t[r].row], x = range; e < a->extra_start[t[r].row + 1]; e++, x++) {
       rowhead_t one = t[r];
       one.score += x;
-      score_keys(&one, k, a->extra[e], a->extra[e] + 1, dim, 1);
+      score_keys(&one, k, 0, a->extra[e], a->extra[e] + 1, dim, 1);
     }
     inverse[r] = weigh(a, &t[r], jlo, jhi);
     for (int64_t i = 0; i < dim; i += 8) STORE(t[r].out + i, splat(0));
   }
   for (int64_t j0 = jlo; j0 < jhi; j0 += KEY_BLOCK) {
     int64_t j1 = j0 + KEY_BLOCK < jhi ? j0 + KEY_BLOCK : jhi;
-    for (int r = 0; r < count; r += TILE) value_keys(t + r, j0 - jlo, v, j0, j1, dim, count - r < TILE ? count - r : TILE);
+    for (int r = 0; r < count; r += TILE) {
+      int n = count - r < TILE ? count - r : TILE;
+      value_keys(t + r, j0 - jlo, v, order, j0, j1, dim, n);
+    }
   }
   for (int r = 0; r < count; r++) {
     for (int64_t e = a->extra_start[t[r].row], x = range; e < a->extra_start[t[r].row + 1]; e++, x++)
-      value_keys(t + r, x, v, a->extra[e], a->extra[e] + 1, dim, 1);
+      value_keys(t + r, x, v, 0, a->extra[e], a->extra[e] + 1, dim, 1);
     for (int64_t i = 0; i < dim; i += 8) STORE(t[r].out + i, LOAD(t[r].out + i) * splat(inverse[r]));
   }
 }

@@ -16,7 +16,7 @@ typedef struct {
 
 /* What the rows see in a layer of one window. */
 typedef struct {
-  const int64_t *slot, *base, *lo, *hi, *extra_start, *extra;
+  const int64_t *slot, *base, *lo, *hi, *extra_start, *extra, *order_at, *order;
   const int64_t *task_row, *task_kv, *task_first, *task_count;
   int64_t tasks, chunk, parallel;
 } seen_t;
@@ -36,7 +36,8 @@ typedef struct {
   int16_t *q8;
   int64_t *next;
   float *keys, *values; /* of all layers */
-  float *const *aux;    /* per layer, where the stream that enters it is copied, or null */
+  float *const *aux;     /* per layer, where the stream that enters it is copied, or null */
+  float *const *queries; /* per layer, where its rotated queries are copied, or null */
   int64_t count, rows, width, inner, heads, kv_heads, dim, head_stride, layer_stride;
   float eps, scale;
 } pass_t;
@@ -54,12 +55,12 @@ static void multiply(const pass_t *p, const matrix_t *m, const float *x, float *
 typedef struct {
   const float *from;
   float *to;
-  int64_t width;
+  int64_t width, stride; /* floats of a row, and between rows of `from` */
 } copy_t;
 
 static void copy_task(void *arg, int64_t row) {
   const copy_t *c = arg;
-  memcpy(c->to + row * c->width, c->from + row * c->width, (size_t)c->width * sizeof(float));
+  memcpy(c->to + row * c->width, c->from + row * c->stride, (size_t)c->width * sizeof(float));
 }
 
 static void attend_layer(const pass_t *p, int64_t layer, int threads) {
@@ -68,7 +69,7 @@ static void attend_layer(const pass_t *p, int64_t layer, int threads) {
   int64_t q = p->heads * p->dim, kv = p->kv_heads * p->dim, stride = q + 2 * kv;
   attend_t a = {p->qkv, p->qkv + q, p->qkv + q + kv, p->mixed, k, v, stride, stride, p->head_stride,
                 p->rows, p->heads, p->kv_heads, p->dim, s->slot, s->base, s->lo, s->hi, s->extra_start,
-                s->extra, s->task_row, s->task_kv, s->task_first, s->task_count, s->tasks, s->chunk, 0,
+                s->extra, s->order_at, s->order, s->task_row, s->task_kv, s->task_first, s->task_count, s->tasks, s->chunk, 0,
                 p->scale, 0};
   ft_attend(&a, s->parallel ? threads : 1);
 }
@@ -80,12 +81,16 @@ static void run(const pass_t *p, int threads) {
     const layer_t *l = p->layers + i;
     ft_add_norm(p->x, delta, l->attn_norm, p->h, p->rows, p->width, p->eps, threads);
     if (p->aux[i]) {
-      copy_t c = {p->x, p->aux[i], p->width};
+      copy_t c = {p->x, p->aux[i], p->width, p->width};
       parallel_for(p->rows, 1, copy_task, &c);
     }
     multiply(p, &l->qkv, p->h, p->qkv, threads);
     ft_rope(p->qkv, p->cos, p->sin, l->q_norm, l->k_norm, p->position, p->rows, p->heads, p->kv_heads, p->dim,
             stride, p->eps, threads);
+    if (p->queries[i]) {
+      copy_t c = {p->qkv, p->queries[i], q, stride};
+      parallel_for(p->rows, 1, copy_task, &c);
+    }
     attend_layer(p, i, threads);
     multiply(p, &l->out, p->mixed, p->delta, threads);
     ft_add_norm(p->x, p->delta, l->mlp_norm, p->h, p->rows, p->width, p->eps, threads);

@@ -12,6 +12,7 @@ typedef struct {
   const int64_t *slot;                              /* per row: the arena slot of its K and V */
   const int64_t *base, *lo, *hi;                    /* per row: first slot of its request, range */
   const int64_t *extra_start, *extra;               /* per row: CSR of further slots */
+  const int64_t *order_at, *order;                  /* per row: where its request's list of slots begins, -1: none */
   const int64_t *task_row, *task_kv, *task_first, *task_count; /* row-heads, per task */
   int64_t tasks, chunk;
   const float *sinks;                               /* per head, or null */
