@@ -26,12 +26,14 @@ MAY_IMPORT = {
     "cache": SHARED,
     "attention": SHARED | {"kernels", "cache"},
     "models": SHARED | {"kernels", "cache", "attention"},
+    "sparse": SHARED | {"kernels", "cache", "attention"},
     "verify": SHARED,
     "planner": SHARED | {"cache", "attention", "models"},
     "heads": SHARED | {"kernels", "cache", "attention", "models"},
     "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads"},
-    "engine": SHARED | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner"},
-    "api": SHARED | {"engine", "models", "drafters", "verify", "planner"},
+    "engine": SHARED
+    | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
+    "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse"},
     "bench": SHARED | {"api", "engine", "models", "attention", "drafters", "sampling"},
     "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }

@@ -1,0 +1,95 @@
+"""What selection policies go by: attention recomputed from queries and keys of a few heads, and bounds on it.
+
+Fused attention keeps no scores, so they are computed again, without values, for the heads that are asked for.
+Scores of different heads are not comparable; their softmax is, so means over heads are taken after it.
+
+Shape suffixes: R queries, H query heads, K key/value heads, J chosen query heads, N keys (the history, in
+order of position), P pages, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretell.kernels import HeadSpec
+
+PAGE = 16  # keys that share a bound (Quest)
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What is known of a request's history when its slots are selected; policies say which they need.
+
+    Args:
+        length: tokens of the history, N.
+        prompt: how many of them are the prompt.
+        history_N: attention that the target's last confirmed token pays to each position.
+        lookahead_N: attention that the drafted tokens pay, in the draft model; None = nobody looked ahead.
+        window_N: attention that the prompt's last tokens paid, of prompt positions only.
+        received_N: attention received so far, summed over all queries.
+        pages_P: upper bound of what each page of keys can score with the last confirmed query.
+    """
+
+    length: int
+    prompt: int
+    history_N: Tensor | None = None
+    lookahead_N: Tensor | None = None
+    window_N: Tensor | None = None
+    received_N: Tensor | None = None
+    pages_P: Tensor | None = None
+
+
+def attention_mass(
+    q_RHD: Tensor, keys_KND: Tensor, spec: HeadSpec, heads: Sequence[int], last_R: Sequence[int]
+) -> Tensor:
+    """The attention probabilities [R, J, N] of these heads, float32.
+
+    Args:
+        q_RHD: rotated queries.
+        heads: query heads; each scores the keys of its own key/value head.
+        last_R: the last position that each query sees; what its layer's window hides gets 0.
+    """
+    scores_RJN = torch.empty(len(q_RHD), len(heads), keys_KND.shape[1], device=q_RHD.device)
+    group = spec.heads // spec.kv_heads
+    for kv in {head // group for head in heads}:
+        own = [j for j, head in enumerate(heads) if head // group == kv]
+        q_RJD = q_RHD[:, [heads[j] for j in own]]
+        scores_RJN[:, own] = (q_RJD @ keys_KND[kv].T).float() * spec.scale
+    if spec.softcap:
+        scores_RJN = spec.softcap * torch.tanh(scores_RJN / spec.softcap)
+    last_R1 = torch.tensor(last_R, device=q_RHD.device)[:, None]
+    place_N = torch.arange(keys_KND.shape[1], device=q_RHD.device)
+    hidden_RN = place_N > last_R1
+    if spec.window is not None:
+        hidden_RN |= place_N <= last_R1 - spec.window
+    scores_RJN = scores_RJN.masked_fill(hidden_RN[:, None], -torch.inf)
+    if spec.sinks_H is None:
+        return scores_RJN.softmax(-1)
+    sinks_RJ1 = spec.sinks_H[list(heads)].float().expand(len(q_RHD), -1)[..., None]
+    return torch.cat([scores_RJN, sinks_RJ1], -1).softmax(-1)[..., :-1]
+
+
+def page_bounds(keys_KND: Tensor) -> tuple[Tensor, Tensor]:
+    """Lowest and highest key of each page, channel by channel: two [K, P, D]; the last page may be short."""
+    whole = keys_KND.shape[1] // PAGE * PAGE
+    pages = keys_KND[:, :whole].unflatten(1, (-1, PAGE))
+    low, high = pages.amin(2), pages.amax(2)
+    if rest := keys_KND.shape[1] - whole:
+        tail_KND = keys_KND[:, -rest:]
+        low = torch.cat([low, tail_KND.amin(1, keepdim=True)], 1)
+        high = torch.cat([high, tail_KND.amax(1, keepdim=True)], 1)
+    return low, high
+
+
+def page_scores(q_HD: Tensor, bounds: tuple[Tensor, Tensor], spec: HeadSpec, heads: Sequence[int]) -> Tensor:
+    """Quest's score [J, P] of each page: sum over channels of max(q * low, q * high). No key of the page
+    scores higher with this query."""
+    low_KPD, high_KPD = bounds
+    kv = torch.tensor([head // (spec.heads // spec.kv_heads) for head in heads], device=q_HD.device)
+    q_JD1 = q_HD[list(heads)][..., None]
+    scores_JP1 = high_KPD[kv] @ q_JD1.clamp(min=0) + low_KPD[kv] @ q_JD1.clamp(max=0)
+    return scores_JP1[..., 0] * spec.scale
