@@ -15,6 +15,7 @@ from foretell.drafters.translate import SameVocabulary
 from foretell.engine import Engine, Request
 from foretell.planner import FixedPlanner
 from foretell.sampling import Sampler
+from foretell.sparse import POLICIES, KVReader
 from foretell.types import NO_NEEDS, DraftTree, SamplingParams, StepPlan
 from foretell.verify import RULES
 
@@ -115,6 +116,8 @@ def engine(
     kv_slots: int = 512,
     max_batch: int = 16,
     prefill_chunk: int = 512,
+    kv: str = "full",
+    kv_budget: int = 512,
 ) -> Engine:
     """An engine on a tiny model; `drafter` is a name or a drafter."""
     if isinstance(drafter, str):
@@ -129,6 +132,7 @@ def engine(
         kv_slots=kv_slots,
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
+        reader=None if kv == "full" else KVReader(POLICIES[kv], kv_budget, model.num_layers),
     )
 
 

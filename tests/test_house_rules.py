@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "verify": SHARED,
     "planner": SHARED | {"cache", "attention", "models"},
     "heads": SHARED | {"kernels", "cache", "attention", "models"},
-    "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads"},
+    "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads", "sparse"},
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
     "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse"},

@@ -25,6 +25,8 @@ from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
+from foretell.sparse import KV_CHOICES, POLICIES, KVReader, Policy
+from foretell.sparse.policies import LEAST_BUDGET
 from foretell.types import FinishReason, SamplingParams, StepStats
 from foretell.verify import RULES, Rule
 
@@ -32,6 +34,8 @@ from foretell.verify import RULES, Rule
 Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
 
 DEFAULT_KV_TOKENS = 16384
+DEFAULT_KV_BUDGET = 512
+_LOADING = {"device": "auto", "impl": "auto", "weights": "stored", "allow_untested": False}
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +122,8 @@ class LLM:
         device, impl, weights, allow_untested: see `foretell.models.load.load_model`.
         kv_tokens: tokens that the KV cache holds over all running requests; None = 16384.
         max_batch: requests that run at once.
+        kv: which keys decoding reads: "full", or a policy of `foretell.sparse.POLICIES`, which is lossy.
+        kv_budget: with a policy, how many tokens of its history a step reads; None = 512.
         report: called with (what, done, total) while a model is fetched or converted.
 
     Raises:
@@ -139,30 +145,21 @@ class LLM:
         allow_untested: bool = False,
         kv_tokens: int | None = None,
         max_batch: int = 16,
+        kv: str = "full",
+        kv_budget: int | None = None,
         report: Report | None = None,
     ) -> None:
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
         _at_least("max_batch", max_batch, 1)
+        policy, budget = _reading(kv, kv_budget)
         if isinstance(drafter, str):
             parse(drafter, options)
         elif options:
             raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
-        if isinstance(model, LoadedModel):
-            if (device, impl, weights, allow_untested) != ("auto", "auto", "stored", False):
-                names = "device, impl, weights and allow_untested"
-                raise InputError(f"{names} belong to loading; the model is loaded")
-            self.loaded = model
-        else:
-            self.loaded = load_model(
-                os.fspath(model),
-                device=device,
-                impl=impl,
-                weights=weights,
-                allow_untested=allow_untested,
-                report=report,
-            )
+        loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
+        self.loaded = _load(model, loading, report)
         if drafter == "none" and draft_tokens:
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
@@ -181,6 +178,7 @@ class LLM:
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
+            reader=None if policy is None else KVReader(policy, budget, self.loaded.model.num_layers),
         )
 
     def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None, adaptive: bool) -> Planner:
@@ -291,6 +289,26 @@ class LLM:
             logprobs=request.logprobs,
             stats=request.stats,
         )
+
+
+def _load(
+    model: str | os.PathLike[str] | LoadedModel, loading: Mapping[str, Any], report: Report | None
+) -> LoadedModel:
+    if not isinstance(model, LoadedModel):
+        return load_model(os.fspath(model), **loading, report=report)
+    if any(loading[name] != unset for name, unset in _LOADING.items()):
+        raise InputError("device, impl, weights and allow_untested belong to loading; the model is loaded")
+    return model
+
+
+def _reading(kv: str, budget: int | None) -> tuple[Policy | None, int]:
+    """The policy, None for all keys, and its budget."""
+    if kv not in KV_CHOICES:
+        raise InputError(f"unknown kv {kv!r}", hint=f"one of: {', '.join(KV_CHOICES)}")
+    _at_least("kv_budget", budget, LEAST_BUDGET)
+    if kv == "full" and budget is not None:
+        _log.warning("kv_budget has no effect: kv is full")
+    return None if kv == "full" else POLICIES[kv], DEFAULT_KV_BUDGET if budget is None else budget
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

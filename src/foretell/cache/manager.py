@@ -19,13 +19,20 @@ class Lease:
     """A request's slots [start, start + capacity).
 
     Slot start + i holds the K and V of `tokens[i]` for every i < `length`; `tokens` is the request's
-    own list and may run ahead.
+    own list and may run ahead. From place `exact` on they come from passes that read a selection, and are of
+    no use to another request; None = all are exact.
     """
 
     start: int
     capacity: int
     tokens: list[int]
     length: int = 0
+    exact: int | None = None
+
+    @property
+    def shared(self) -> int:
+        """Tokens that may become another request's prefix."""
+        return self.length if self.exact is None else min(self.length, self.exact)
 
 
 class KVCache:
@@ -37,13 +44,16 @@ class KVCache:
         self._live: list[Lease] = []
         self._kept: list[Lease] = []  # least recently used first
 
-    def reserve(self, tokens: list[int], capacity: int, *, whole: bool = False) -> Lease | None:
+    def reserve(
+        self, tokens: list[int], capacity: int, *, whole: bool = False, reuse: bool = True
+    ) -> Lease | None:
         """A lease for a request that will hold at most `capacity` tokens; None = wait.
 
         The longest prefix of `tokens` that any other lease holds is copied into it, unless `whole` but
-        for the last token: its logits are still to be computed.
+        for the last token: its logits are still to be computed. Without `reuse` nothing is copied.
         """
-        source, hit = self._longest_prefix(tokens, len(tokens) - (not whole))
+        longest = len(tokens) - (not whole) if reuse else 0
+        source, hit = self._longest_prefix(tokens, longest)
         start = self._make_room(capacity)
         if start is None:
             return None
@@ -71,7 +81,7 @@ class KVCache:
     def release(self, lease: Lease) -> None:
         """Ends a lease; what it holds stays a source of prefixes."""
         self._live.remove(lease)
-        lease.length = min(lease.length, len(lease.tokens))
+        lease.length, lease.exact = min(lease.shared, len(lease.tokens)), None
         if lease.length:
             lease.tokens = lease.tokens[: lease.length]
             lease.capacity = lease.length
@@ -96,7 +106,7 @@ class KVCache:
     def _longest_prefix(self, tokens: Sequence[int], longest: int) -> tuple[Lease | None, int]:
         best, best_length = None, 0
         for lease in (*self._live, *self._kept):
-            limit = min(lease.length, longest)
+            limit = min(lease.shared, longest)
             if limit <= best_length or lease.tokens[: best_length + 1] != tokens[: best_length + 1]:
                 continue
             length = best_length + 1

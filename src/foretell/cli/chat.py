@@ -35,6 +35,8 @@ def chat(
     weights: opt.WeightsOpt = "stored",
     allow_untested: opt.UntestedOpt = False,
     kv_tokens: opt.KvTokensOpt = None,
+    kv: opt.KvOpt = "full",
+    kv_budget: opt.KvBudgetOpt = None,
 ) -> None:
     """Talk with a model; what was said before is not computed again."""
     params = opt.sampling_params(ctx.params)
@@ -81,10 +83,10 @@ def _turn(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> N
             for chunk in stream:
                 said += chunk.text
                 print(chunk.text, end="", flush=True)
-            stats = stream.completion.stats
+            stats, lossless = stream.completion.stats, stream.completion.lossless
         print(flush=True)
         line = f"{stats.tokens_per_s:.1f} tokens/s, AL {stats.al:.2f}, reused {stats.reused}, room for {room}"
-        stderr().print(line, style="dim")
+        stderr().print(line if lossless else f"{line}, LOSSY", style="dim")
     except KeyboardInterrupt:
         print(" [stopped]")
     except InputError as error:

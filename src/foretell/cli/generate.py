@@ -48,6 +48,8 @@ def generate(
     weights: opt.WeightsOpt = "stored",
     allow_untested: opt.UntestedOpt = False,
     kv_tokens: opt.KvTokensOpt = None,
+    kv: opt.KvOpt = "full",
+    kv_budget: opt.KvBudgetOpt = None,
 ) -> None:
     """Answer prompts, each token the model's own, several at a time where a draft allows it."""
     params = opt.sampling_params(ctx.params)

@@ -43,6 +43,17 @@ UntestedOpt = Annotated[
 KvTokensOpt = Annotated[
     int | None, typer.Option("--kv-tokens", help="Tokens that the KV cache holds.  [default: 16384]")
 ]
+KvOpt = Annotated[
+    str,
+    typer.Option(
+        "--kv",
+        help="Which keys decoding reads: full, or LOSSY: streaming, snapkv, h2o, quest, dustin.",
+        show_default=True,
+    ),
+]
+KvBudgetOpt = Annotated[
+    int | None, typer.Option("--kv-budget", help="Tokens of its history that a step reads.  [default: 512]")
+]
 MaxTokensOpt = Annotated[int, typer.Option("--max-tokens", help="Tokens to emit at most.", show_default=True)]
 MinTokensOpt = Annotated[int, typer.Option("--min-tokens", help="Tokens before the answer may end.")]
 TemperatureOpt = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", show_default=True)]
@@ -92,6 +103,8 @@ _LLM_OPTIONS = (
     "weights",
     "allow_untested",
     "kv_tokens",
+    "kv",
+    "kv_budget",
 )
 
 

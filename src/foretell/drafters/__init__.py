@@ -2,6 +2,7 @@
 (docs/add-a-drafter.md)."""
 
 from foretell.drafters.base import (
+    AttendingDrafter,
     Drafter,
     DrafterContext,
     DrafterEntry,
@@ -14,6 +15,7 @@ from foretell.drafters.spec import all_drafters, build_drafter, options_of, pars
 
 __all__ = [
     "DRAFTERS",
+    "AttendingDrafter",
     "DraftRequest",
     "Drafter",
     "DrafterContext",

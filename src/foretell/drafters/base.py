@@ -107,6 +107,20 @@ class ScoredDrafter(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class AttendingDrafter(Drafter, Protocol):
+    """A drafter whose own attention tells what the next tokens will need of the history (Dustin)."""
+
+    def watch(self) -> bool:
+        """From now on keeps what `draft_attention` needs; returns whether it can."""
+        ...
+
+    def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
+        """Attention [length] that the tokens of the last draft pay to the first `length` tokens of the
+        request, averaged over them and some heads; None = nothing was drafted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is built for.

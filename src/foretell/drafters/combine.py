@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foretell.drafters.base import Drafter, DraftRequest, Observed, ScoredDrafter
+from torch import Tensor
+
+from foretell.drafters.base import AttendingDrafter, Drafter, DraftRequest, Observed, ScoredDrafter
 from foretell.types import DraftTree, StepPlan
 
 _MEMORY = 0.9  # weight of the past in the second drafter's mean gain, per draft
@@ -51,6 +53,16 @@ class CombinedDrafter:
             a if first else replace(b, origin=b.origin + 1)
             for first, (a, _), b in zip(sure, scored, trees, strict=True)
         ]
+
+    def watch(self) -> bool:
+        """See `AttendingDrafter`: the second one may be."""
+        return isinstance(self._second, AttendingDrafter) and self._second.watch()
+
+    def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
+        """Where the second's draft looks; None where the first drafted."""
+        if request.id not in self._by_second or not isinstance(self._second, AttendingDrafter):
+            return None
+        return self._second.draft_attention(request, length)
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """Shows it to both, and notes what the second's draft gained."""

@@ -16,16 +16,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from foretell.attention import Segment, pack
+from foretell.attention import Queries, Segment, pack
 from foretell.cache import KVCache, Lease
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.translate import SameVocabulary, TokenMap, Translation
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.tokenizer import Tokenizer
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, chain
+from foretell.sparse import attention_mass
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, Needs, StepPlan, chain
 
 _log = logging.getLogger(__name__)
 
@@ -62,12 +64,14 @@ class _State:
         known: draft ids of the request's tokens, of which `translated` have been translated; the lease's
             own list.
         ahead: drafted ids whose K and V lie behind the lease's length, waiting for the verdict.
+        looks: where watched, the queries that the last draft came from, per layer.
     """
 
     known: list[int]
     translated: int
     lease: Lease
     ahead: list[int] = field(default_factory=list)
+    looks: list[dict[int, Queries]] = field(default_factory=list)
 
 
 class _Growing(Protocol):
@@ -196,6 +200,7 @@ class DraftModelDrafter:
         self._options = options
         self._cache = KVCache(model.new_arena(slots))
         self._states: dict[int, _State] = {}
+        self._watched = NO_NEEDS
         self._grower: Callable[[DraftRequest, _State, int], _Growing] = self._grower_of(text)
 
     def start(self, request: DraftRequest) -> None:
@@ -223,6 +228,8 @@ class DraftModelDrafter:
         growing: dict[int, _Growing] = {}
         for request, plan in zip(requests, plans, strict=True):
             state = self._states.get(request.id)
+            if state is not None:
+                state.looks.clear()
             if state is None or not plan.draft_tokens:
                 continue
             growing[request.id] = self._grower(request, state, plan.draft_tokens)
@@ -256,6 +263,26 @@ class DraftModelDrafter:
         """Drops the prefixes that finished requests have left."""
         self._cache.forget()
 
+    def watch(self) -> bool:
+        """See `AttendingDrafter`; across vocabularies positions are not the target's."""
+        layers = self._model.num_layers
+        if isinstance(self._translation, SameVocabulary):
+            self._watched = Needs(queries=tuple(sorted({layers // 4, layers // 2, 3 * layers // 4})))
+        return bool(self._watched.queries)
+
+    def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
+        """See `AttendingDrafter`: mean over the draft's queries, three layers and their heads."""
+        state = self._states.get(request.id)
+        if state is None or not state.looks:
+            return None
+        start, masses = state.lease.start, []
+        for layer in self._watched.queries:
+            q_RHD, spec = torch.cat([look[layer].q_THD for look in state.looks]), state.looks[0][layer].spec
+            keys_KND = self._cache.arena.layer(layer)[0][:, start : start + length]
+            last_R = [length - 1] * len(q_RHD)
+            masses.append(attention_mass(q_RHD, keys_KND, spec, range(spec.heads), last_R).mean((0, 1)))
+        return torch.stack(masses).mean(0)
+
     @property
     def _spread(self) -> int:
         """Draft tokens that a target's token may become."""
@@ -277,8 +304,13 @@ class DraftModelDrafter:
             lease, ahead = g.state.lease, g.state.ahead
             unread = g.state.known[lease.length :] or g.stem[len(ahead) :]
             segments.append(Segment(lease.start, lease.length + len(ahead), unread))
-        output = self._model.forward(pack(segments, self._cache.arena))
-        for g in active:
+        output = self._model.forward(pack(segments, self._cache.arena), self._watched)
+        row = -1
+        for g, segment in zip(active, segments, strict=True):
+            row += segment.rows
+            last = {n: Queries(q.q_THD[row : row + 1], q.spec) for n, q in output.queries.items()}
+            if last:
+                g.state.looks.append(last)
             g.state.lease.length = len(g.state.known)
             g.state.ahead = list(g.stem)
         return output.logits_RV

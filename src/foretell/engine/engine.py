@@ -16,8 +16,8 @@ from secrets import randbits
 from torch import Tensor
 
 from foretell.attention import Segment, pack
-from foretell.cache import KVCache
-from foretell.drafters import Drafter, Observed
+from foretell.cache import KVCache, Lease
+from foretell.drafters import AttendingDrafter, Drafter, Observed
 from foretell.engine.detokenize import Detokenizer
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
@@ -26,7 +26,8 @@ from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.planner import Planner, StepReport
 from foretell.sampling import Sampler
-from foretell.types import EMPTY_TREE, DraftTree, SamplingParams, StepStats, Verdict
+from foretell.sparse import KVReader
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, SamplingParams, StepStats, Verdict
 from foretell.verify import Rule
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Engine:
         kv_slots: tokens of all running requests that the KV cache holds.
         max_batch: requests that run at once.
         prefill_chunk: tokens of a prompt that one step reads.
+        reader: what decoding steps read of their histories, lossy; None = everything. Prompts are read whole.
 
     Attributes:
         stats: totals over all requests; the seconds are those of all steps, prompts included.
@@ -84,6 +86,7 @@ class Engine:
         kv_slots: int,
         max_batch: int = 16,
         prefill_chunk: int = 512,
+        reader: KVReader | None = None,
     ) -> None:
         self.target = target
         self.rule = rule
@@ -92,7 +95,11 @@ class Engine:
         self._drafter = drafter
         self._planner = planner
         self._decode = decode
-        self._scheduler = Scheduler(self.cache, max_batch)
+        self._reader = reader
+        self._needs = drafter.needs | (NO_NEEDS if reader is None else reader.needs)
+        self._looks_ahead = reader is not None and _watch(reader, drafter)
+        reuse = reader is None or not reader.whole_prompts
+        self._scheduler = Scheduler(self.cache, max_batch, reuse=reuse)
         self._prefill_chunk = prefill_chunk
         self._ids = itertools.count()
         self._alarmed = False
@@ -163,13 +170,15 @@ class Engine:
         clock = _Clock()
         for request in self._scheduler.admit():
             self._drafter.start(request)
+            if self._reader is not None:
+                self._reader.start(request.id, request.prompt_length)
         running = list(self._scheduler.running)
         if not running:
             return []
         trees, proposed = self._draft(running)
         work = self._place(running, trees)
         clock.lap("draft_s")
-        output = self.target.forward(pack([w.segment for w in work], self.cache.arena), self._drafter.needs)
+        output = self.target.forward(pack([w.segment for w in work], self.cache.arena), self._needs)
         clock.lap("target_s")
         best_R = likeliest(output.logits_RV)
         verdicts = [
@@ -244,11 +253,28 @@ class Engine:
             assert lease is not None
             pending = request.tokens[lease.length :][: self._prefill_chunk]
             complete = len(pending) == request.unread
-            segment = Segment(lease.start, lease.length, pending, tree.tokens, tree.parents, logits=complete)
+            segment = Segment(
+                lease.start,
+                lease.length,
+                pending,
+                tree.tokens,
+                tree.parents,
+                logits=complete,
+                selected=self._select(request, lease),
+            )
             count = 1 + len(tree) if complete else 0
             work.append(_Work(request, tree, segment, slice(row, row + count)))
             row += count
         return work
+
+    def _select(self, request: Request, lease: Lease) -> Tensor | None:
+        """The places of its history that the request's rows read; None = all."""
+        if self._reader is None or not request.emitted:
+            return None
+        ahead_N = None
+        if self._looks_ahead and isinstance(self._drafter, AttendingDrafter):
+            ahead_N = self._drafter.draft_attention(request, lease.length)
+        return self._reader.select(request.id, self.cache.arena, lease, ahead_N)
 
     def _settle(
         self,
@@ -266,12 +292,17 @@ class Engine:
             start = lease.length
             rows = [*range(pending), *(pending + node for node in (verdict.path if verdict else ()))]
             self.cache.commit(lease, rows)
+            if part.segment.selected is not None and lease.exact is None:
+                lease.exact = start
+            seen_rows = [first_row + row for row in rows]
+            if self._reader is not None:
+                self._reader.observe(request.id, output.queries, seen_rows, self.cache.arena, lease)
             if verdict is not None:
                 self._emit(part, verdict, output.logits_RV[part.rows])
                 advanced.append(request)
             if request.finish_reason is None:
                 choices = best_R[part.rows] if self._drafter.needs.choices else ()
-                seen = _observed(part, verdict, start, [first_row + row for row in rows], output, choices)
+                seen = _observed(part, verdict, start, seen_rows, output, choices)
                 self._drafter.observe(request, seen)
             else:
                 self._end(request)
@@ -293,11 +324,13 @@ class Engine:
             stats.record(part.tree, max(0, min(accepted, emitted)), emitted)
         if request.stats.steps == 1:
             request.stats.first_emitted = emitted
-        request.lossless = request.lossless and verdict.lossless
+        request.lossless = request.lossless and verdict.lossless and part.segment.selected is None
 
     def _end(self, request: Request) -> None:
         self._scheduler.remove(request)
         self._drafter.finish(request)
+        if self._reader is not None:
+            self._reader.finish(request.id)
 
     def _account(self, running: Sequence[Request], clock: _Clock) -> None:
         """Books the step's seconds; each request is charged for the whole step, which it waited for."""
@@ -322,6 +355,16 @@ class Engine:
                 100 * stats.marginal[0],
                 stats.drafts,
             )
+
+
+def _watch(reader: KVReader, drafter: Drafter) -> bool:
+    """Whether the drafter will tell where its drafts look, if the reader's policy wants that."""
+    if not reader.wants_draft:
+        return False
+    watching = isinstance(drafter, AttendingDrafter) and drafter.watch()
+    if not watching:
+        _log.warning("the drafter does not look ahead: slots are selected by the target's last token alone")
+    return watching
 
 
 def _observed(

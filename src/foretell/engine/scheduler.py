@@ -15,13 +15,15 @@ class Scheduler:
     Args:
         cache: the target's cache.
         max_batch: requests that run at once.
+        reuse: whether prefixes of other requests are copied.
     """
 
-    def __init__(self, cache: KVCache, max_batch: int) -> None:
+    def __init__(self, cache: KVCache, max_batch: int, *, reuse: bool = True) -> None:
         self.running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._cache = cache
         self._max_batch = max_batch
+        self._reuse = reuse
 
     @property
     def idle(self) -> bool:
@@ -47,7 +49,7 @@ class Scheduler:
         moved: list[Request] = []
         while self._waiting and len(self.running) < self._max_batch:
             request = self._waiting[0]
-            request.lease = self._cache.reserve(request.tokens, request.capacity)
+            request.lease = self._cache.reserve(request.tokens, request.capacity, reuse=self._reuse)
             if request.lease is None:
                 break
             request.stats.reused = request.lease.length

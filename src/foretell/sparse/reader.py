@@ -69,6 +69,11 @@ class KVReader:
         """Whether every query of a prompt must be seen: a cached prefix would change what is selected."""
         return bool(self.policy.needs & {"window", "received"})
 
+    @property
+    def wants_draft(self) -> bool:
+        """Whether the policy goes by a draft's attention too."""
+        return "lookahead" in self.policy.needs
+
     def start(self, request_id: int, prompt: int) -> None:
         """Begins to follow a request."""
         self._histories[request_id] = _History(prompt)
