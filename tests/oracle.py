@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -11,8 +12,10 @@ from foretell.attention import Segment, pack
 from foretell.drafters import build_drafter
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from foretell.drafters.sparse_target import Inner, SparseTargetDrafter
 from foretell.drafters.translate import SameVocabulary
 from foretell.engine import Engine, Request
+from foretell.engine.verification import verify
 from foretell.planner import FixedPlanner
 from foretell.sampling import Sampler
 from foretell.sparse import POLICIES, KVReader
@@ -118,11 +121,17 @@ def engine(
     prefill_chunk: int = 512,
     kv: str = "full",
     kv_budget: int = 512,
+    lossless: bool = False,
 ) -> Engine:
     """An engine on a tiny model; `drafter` is a name or a drafter."""
     if isinstance(drafter, str):
         context = DrafterContext(model, None, kv_slots, learning=RULES[rule].invariant)
         drafter = build_drafter(drafter, options or {}, context)
+    reader = None if kv == "full" else KVReader(POLICIES[kv], kv_budget, model.num_layers)
+    if reader is not None and lossless:
+        law = RULES[rule]
+        inner = Inner(drafter, partial(verify, law), law.invariant, law.needs_q)
+        drafter, reader = SparseTargetDrafter(model, reader, inner if drafter.draft_tokens else None), None
     return Engine(
         model,
         drafter,
@@ -132,7 +141,7 @@ def engine(
         kv_slots=kv_slots,
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
-        reader=None if kv == "full" else KVReader(POLICIES[kv], kv_budget, model.num_layers),
+        reader=reader,
     )
 
 

@@ -54,7 +54,7 @@ def make(target, decoder, tmp_path_factory):
         values = dict(option.split("=") for option in options)
         if spec == "draft":
             return oracle.draft_model(other, target, width=int(values.get("width", 1)))
-        if spec == "self":
+        if spec == "perfect":
             return oracle.draft_model(target, target)
         if spec == "suffix+draft":
             suffix = SuffixDrafter(SuffixOptions(pool_mb=64 if learning else 0))
@@ -84,11 +84,18 @@ CASES = [
     "mtp",
     "draft",
     "draft width=3",
-    "self",
+    "perfect",
+    "self kv=snapkv budget=4",
+    "self kv=dustin budget=6",
+    "suffix+self kv=quest budget=5",
     "suffix+draft",
     "suffix+eagle3",
     "suffix+lookahead",
 ]
+
+
+# drafters whose tokens are drawn where a rule allows it
+SAMPLED = ("draft", "perfect", "suffix+draft", "self", "suffix+self")
 
 
 def test_every_drafter_has_a_case():
@@ -229,7 +236,7 @@ PROCESSED = SamplingParams(
 def test_real_trees_are_judged_exactly(case, rule, make, target):
     """Every random decision on trees that the drafter really made, enumerated: the probability of every
     path of the tree, and of every token after it, is the target's."""
-    if rule != "coupled" and case.split()[0] in ("draft", "self", "suffix+draft"):
+    if rule != "coupled" and case.split()[0] in SAMPLED:
         pytest.skip("sampled drafts are enumerated with their draws below")
     spy = _Spy(make(case))
     oracle.run(oracle.engine(target, spy, rule=rule, draft_tokens=6), PROMPTS, PROCESSED, ENDS)

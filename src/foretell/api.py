@@ -16,10 +16,13 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsIndex
 
 from foretell.drafters import Drafter, DrafterContext, build_drafter, parse
+from foretell.drafters.sparse_target import Inner, SparseTargetDrafter
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
+from foretell.engine.verification import verify as judge
 from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
@@ -124,6 +127,8 @@ class LLM:
         max_batch: requests that run at once.
         kv: which keys decoding reads: "full", or a policy of `foretell.sparse.POLICIES`, which is lossy.
         kv_budget: with a policy, how many tokens of its history a step reads; None = 512.
+        lossless: with a policy, what it lets through is only a draft: a full pass verifies `draft_tokens` of
+            its tokens at once.
         report: called with (what, done, total) while a model is fetched or converted.
 
     Raises:
@@ -147,15 +152,21 @@ class LLM:
         max_batch: int = 16,
         kv: str = "full",
         kv_budget: int | None = None,
+        lossless: bool = False,
         report: Report | None = None,
     ) -> None:
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
         _at_least("max_batch", max_batch, 1)
-        policy, budget = _reading(kv, kv_budget)
+        policy, budget = _reading(kv, kv_budget, lossless)
         if isinstance(drafter, str):
-            parse(drafter, options)
+            parts = parse(drafter, options)
+            if lossless and policy is not None and any(part.name == "self" for part in parts):
+                raise InputError(
+                    f"drafter {drafter!r} cannot draft below kv {kv!r}: the target drafts for itself there",
+                    hint="leave out kv, or choose another drafter",
+                )
         elif options:
             raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
@@ -170,6 +181,9 @@ class LLM:
                 self.loaded.model, self.tokenizer, slots, self.loaded.folder, learning, allow_untested, report
             )
             drafter = build_drafter(drafter, options, context)
+        reader = None if policy is None else KVReader(policy, budget, self.loaded.model.num_layers)
+        if reader is not None and lossless:
+            drafter, reader = _middle_level(self.loaded, reader, drafter, rule), None
         self.engine = Engine(
             self.loaded.model,
             drafter,
@@ -178,7 +192,7 @@ class LLM:
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
-            reader=None if policy is None else KVReader(policy, budget, self.loaded.model.num_layers),
+            reader=reader,
         )
 
     def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None, adaptive: bool) -> Planner:
@@ -301,14 +315,21 @@ def _load(
     return model
 
 
-def _reading(kv: str, budget: int | None) -> tuple[Policy | None, int]:
+def _reading(kv: str, budget: int | None, lossless: bool) -> tuple[Policy | None, int]:
     """The policy, None for all keys, and its budget."""
     if kv not in KV_CHOICES:
         raise InputError(f"unknown kv {kv!r}", hint=f"one of: {', '.join(KV_CHOICES)}")
     _at_least("kv_budget", budget, LEAST_BUDGET)
-    if kv == "full" and budget is not None:
-        _log.warning("kv_budget has no effect: kv is full")
+    for name, given in (("kv_budget", budget is not None), ("lossless", lossless)):
+        if kv == "full" and given:
+            _log.warning("%s has no effect: kv is full", name)
     return None if kv == "full" else POLICIES[kv], DEFAULT_KV_BUDGET if budget is None else budget
+
+
+def _middle_level(loaded: LoadedModel, reader: KVReader, drafter: Drafter, rule: Rule) -> SparseTargetDrafter:
+    """The target with few keys between the drafter and the full pass."""
+    inner = Inner(drafter, partial(judge, rule), rule.invariant, rule.needs_q)
+    return SparseTargetDrafter(loaded.model, reader, inner if drafter.draft_tokens else None)
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

@@ -28,6 +28,7 @@ class Stream(IntEnum):
     DRAFT = 1  # proposals of a sampled draft under the rejection rules
     ACCEPT = 2  # accept or reject
     RESIDUAL = 3  # the token that replaces a rejected one
+    MIDDLE = 4  # seeds of a level between draft and target, which then has all these streams
 
 
 def _mix(z: int) -> int:

@@ -111,6 +111,18 @@ class Sampler:
         self._needs_q = needs_q
         self._penalties = _Penalties(params, tokens, prompt_length) if _penalises(params) else None
 
+    def fork(self, tokens: list[int]) -> Sampler:
+        """The same over another list of tokens, which begins with the same prompt."""
+        return Sampler(
+            self.params,
+            tokens,
+            self._prompt_length,
+            self.seed,
+            self._end_ids,
+            draft_stream=self._draft_stream,
+            needs_q=self._needs_q,
+        )
+
     @property
     def length(self) -> int:
         """Tokens of the request so far: the absolute position of the next one."""

@@ -110,12 +110,8 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             _require(abs(getattr(self, name)) <= 2, name, getattr(self, name), "between -2 and 2")
         if self.seed is not None:
-            _require(
-                _is_int(self.seed) and 0 <= self.seed < 1 << 63,
-                "seed",
-                self.seed,
-                "an integer in 0 .. 2^63 - 1",
-            )
+            ok = _is_int(self.seed) and 0 <= self.seed < 1 << 63
+            _require(ok, "seed", self.seed, "an integer in 0 .. 2^63 - 1")
         if self.logprobs is not None:
             ok = _is_int(self.logprobs) and 0 <= self.logprobs <= 20
             _require(ok, "logprobs", self.logprobs, "an integer in 0 .. 20")
@@ -173,19 +169,21 @@ class Needs:
         aux_layers: residual stream entering these layers.
         choices: the target's likeliest token at every node of the draft.
         queries: rotated queries of these layers, to compute attention from.
+        prompts: all rows of a prompt; after a prefix hit it would do other things.
     """
 
     last_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
     choices: bool = False
     queries: tuple[int, ...] = ()
+    prompts: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """Both together."""
         mine, others = (self.aux_layers, self.queries), (other.aux_layers, other.queries)
         layers, queries = (tuple(sorted({*a, *b})) for a, b in zip(mine, others, strict=True))
-        choices = self.choices or other.choices
-        return Needs(self.last_hidden or other.last_hidden, layers, choices, queries)
+        last, choices = self.last_hidden or other.last_hidden, self.choices or other.choices
+        return Needs(last, layers, choices, queries, self.prompts or other.prompts)
 
 
 NO_NEEDS = Needs()

@@ -74,6 +74,10 @@ class Queries:
     q_THD: Tensor
     spec: HeadSpec
 
+    def at(self, rows: Sequence[int]) -> Queries:
+        """Those of these rows."""
+        return Queries(self.q_THD[list(rows)], self.spec)
+
 
 @dataclass
 class Batch:

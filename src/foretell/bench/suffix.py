@@ -32,6 +32,7 @@ class _Request:
     tokens: list[int]
     capacity: int = 1 << 30
     end_ids: frozenset[int] = frozenset()
+    lease: None = None
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:

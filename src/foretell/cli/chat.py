@@ -37,6 +37,7 @@ def chat(
     kv_tokens: opt.KvTokensOpt = None,
     kv: opt.KvOpt = "full",
     kv_budget: opt.KvBudgetOpt = None,
+    lossless: opt.LosslessOpt = False,
 ) -> None:
     """Talk with a model; what was said before is not computed again."""
     params = opt.sampling_params(ctx.params)

@@ -50,6 +50,7 @@ def generate(
     kv_tokens: opt.KvTokensOpt = None,
     kv: opt.KvOpt = "full",
     kv_budget: opt.KvBudgetOpt = None,
+    lossless: opt.LosslessOpt = False,
 ) -> None:
     """Answer prompts, each token the model's own, several at a time where a draft allows it."""
     params = opt.sampling_params(ctx.params)

@@ -54,6 +54,9 @@ KvOpt = Annotated[
 KvBudgetOpt = Annotated[
     int | None, typer.Option("--kv-budget", help="Tokens of its history that a step reads.  [default: 512]")
 ]
+LosslessOpt = Annotated[
+    bool, typer.Option("--lossless", help="With --kv: a full pass verifies what few keys let through.")
+]
 MaxTokensOpt = Annotated[int, typer.Option("--max-tokens", help="Tokens to emit at most.", show_default=True)]
 MinTokensOpt = Annotated[int, typer.Option("--min-tokens", help="Tokens before the answer may end.")]
 TemperatureOpt = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", show_default=True)]
@@ -105,6 +108,7 @@ _LLM_OPTIONS = (
     "kv_tokens",
     "kv",
     "kv_budget",
+    "lossless",
 )
 
 

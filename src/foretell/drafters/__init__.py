@@ -3,12 +3,14 @@
 
 from foretell.drafters.base import (
     AttendingDrafter,
+    BorrowingDrafter,
     Drafter,
     DrafterContext,
     DrafterEntry,
     DraftRequest,
     Observed,
     ScoredDrafter,
+    looks_ahead,
 )
 from foretell.drafters.builtin import DRAFTERS
 from foretell.drafters.spec import all_drafters, build_drafter, options_of, parse, parse_entries
@@ -16,6 +18,7 @@ from foretell.drafters.spec import all_drafters, build_drafter, options_of, pars
 __all__ = [
     "DRAFTERS",
     "AttendingDrafter",
+    "BorrowingDrafter",
     "DraftRequest",
     "Drafter",
     "DrafterContext",
@@ -24,6 +27,7 @@ __all__ = [
     "ScoredDrafter",
     "all_drafters",
     "build_drafter",
+    "looks_ahead",
     "options_of",
     "parse",
     "parse_entries",

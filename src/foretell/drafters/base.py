@@ -5,6 +5,7 @@ Shape suffixes: T rows, W hidden width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +13,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from foretell.attention import Queries
+from foretell.cache import KVArena, Lease
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.catalog import Report
 from foretell.models.tokenizer import Tokenizer
 from foretell.sampling import Sampler
+from foretell.sparse import KVReader
 from foretell.types import DraftTree, Needs, StepPlan, Verdict
+
+_log = logging.getLogger(__name__)
 
 
 class DraftRequest(Protocol):
@@ -29,6 +35,7 @@ class DraftRequest(Protocol):
         capacity: the most tokens that `tokens` can come to.
         end_ids: tokens that end the answer.
         sampler: how draft logits become proposals.
+        lease: its slots in the target's cache, for drafters that borrow it; None while it waits.
     """
 
     @property
@@ -41,6 +48,8 @@ class DraftRequest(Protocol):
     def end_ids(self) -> frozenset[int]: ...
     @property
     def sampler(self) -> Sampler: ...
+    @property
+    def lease(self) -> Lease | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class Observed:
         hidden_TW, aux_TW: states of those `count` tokens, as far as the drafter needs them.
         choices: the target's likeliest token after the root, then after each node of the tree, by its
             raw logits; empty without a verdict, or where the drafter does not need them.
+        queries: of those `count` tokens, as far as the drafter needs them.
     """
 
     start: int
@@ -63,6 +73,7 @@ class Observed:
     hidden_TW: Tensor | None = None
     aux_TW: Mapping[int, Tensor] = field(default_factory=dict)
     choices: Sequence[int] = ()
+    queries: Mapping[int, Queries] = field(default_factory=dict)
 
 
 class Drafter(Protocol):
@@ -118,6 +129,34 @@ class AttendingDrafter(Drafter, Protocol):
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
         """Attention [length] that the tokens of the last draft pay to the first `length` tokens of the
         request, averaged over them and some heads; None = nothing was drafted."""
+        ...
+
+
+def looks_ahead(drafter: Drafter, reader: KVReader) -> bool:
+    """Whether the drafter tells the reader where its drafts look; asks it to, if the policy wants that."""
+    if not reader.wants_draft:
+        return False
+    watching = isinstance(drafter, AttendingDrafter) and drafter.watch()
+    if not watching:
+        _log.warning("the drafter does not look ahead: slots are selected by the target's last token alone")
+    return watching
+
+
+@runtime_checkable
+class RetractingDrafter(Drafter, Protocol):
+    """A drafter that can take tokens back; others are finished and started again."""
+
+    def retract(self, request: DraftRequest) -> None:
+        """The request's last tokens were taken back: `tokens` has been cut, its last token is unread."""
+        ...
+
+
+@runtime_checkable
+class BorrowingDrafter(Drafter, Protocol):
+    """A drafter that reads the target's cache, and writes behind what is committed there."""
+
+    def borrow(self, arena: KVArena) -> None:
+        """The cache in which `DraftRequest.lease` lies; called once, before anything else."""
         ...
 
 

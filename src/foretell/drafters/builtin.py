@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from foretell.drafters import auto, draft_model, eagle, lookahead, medusa, mtp, ngram, none, suffix
+from foretell.drafters import (
+    auto,
+    draft_model,
+    eagle,
+    lookahead,
+    medusa,
+    mtp,
+    ngram,
+    none,
+    sparse_target,
+    suffix,
+)
 from foretell.drafters.base import DrafterEntry
 from foretell.registry import Registry
 
@@ -45,6 +56,9 @@ DRAFTERS = Registry(
         ),
         "mtp": DrafterEntry(
             mtp.build, "[PATH]", mtp.MtpOptions, "the prediction module that the model was trained with"
+        ),
+        "self": DrafterEntry(
+            sparse_target.build, None, sparse_target.SelfOptions, "the target itself, reading few of its keys"
         ),
         "draft": DrafterEntry(draft_model.build, "MODEL", draft_model.DraftModelOptions, "a smaller model"),
     },

@@ -11,7 +11,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from foretell.drafters.base import AttendingDrafter, Drafter, DraftRequest, Observed, ScoredDrafter
+from foretell.cache import KVArena
+from foretell.drafters.base import (
+    AttendingDrafter,
+    BorrowingDrafter,
+    Drafter,
+    DraftRequest,
+    Observed,
+    ScoredDrafter,
+)
 from foretell.types import DraftTree, StepPlan
 
 _MEMORY = 0.9  # weight of the past in the second drafter's mean gain, per draft
@@ -53,6 +61,11 @@ class CombinedDrafter:
             a if first else replace(b, origin=b.origin + 1)
             for first, (a, _), b in zip(sure, scored, trees, strict=True)
         ]
+
+    def borrow(self, arena: KVArena) -> None:
+        """See `BorrowingDrafter`: the second one may be."""
+        if isinstance(self._second, BorrowingDrafter):
+            self._second.borrow(arena)
 
     def watch(self) -> bool:
         """See `AttendingDrafter`: the second one may be."""

@@ -254,6 +254,18 @@ class DraftModelDrafter:
         lease.length = min(lease.length, len(state.known) - 1)
         state.ahead.clear()
 
+    def retract(self, request: DraftRequest) -> None:
+        """See `RetractingDrafter`; across vocabularies the ids of what stands are found anew."""
+        if (state := self._states.get(request.id)) is None:
+            return
+        known, standing = self._translation.prompt(request.tokens), 0
+        while standing < min(len(known), len(state.known)) and known[standing] == state.known[standing]:
+            standing += 1
+        state.known[:] = known
+        state.translated = len(request.tokens)
+        state.lease.length = min(state.lease.length, standing, len(known) - 1)
+        state.ahead.clear()
+
     def finish(self, request: DraftRequest) -> None:
         """Gives the request's slots back."""
         if state := self._states.pop(request.id, None):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretell.attention import Segment, pack
 from foretell.cache import KVCache, Lease
-from foretell.drafters import AttendingDrafter, Drafter, Observed
+from foretell.drafters import AttendingDrafter, BorrowingDrafter, Drafter, Observed, looks_ahead
 from foretell.engine.detokenize import Detokenizer
 from foretell.engine.request import Request
 from foretell.engine.scheduler import Scheduler
@@ -97,8 +97,11 @@ class Engine:
         self._decode = decode
         self._reader = reader
         self._needs = drafter.needs | (NO_NEEDS if reader is None else reader.needs)
-        self._looks_ahead = reader is not None and _watch(reader, drafter)
-        reuse = reader is None or not reader.whole_prompts
+        if isinstance(drafter, BorrowingDrafter):
+            drafter.borrow(self.cache.arena)
+        self._looks_ahead = reader is not None and looks_ahead(drafter, reader)
+        # a draft that comes out otherwise after a prefix hit changes no text under an invariant rule
+        reuse = not self._needs.prompts or (reader is None and rule.invariant)
         self._scheduler = Scheduler(self.cache, max_batch, reuse=reuse)
         self._prefill_chunk = prefill_chunk
         self._ids = itertools.count()
@@ -357,16 +360,6 @@ class Engine:
             )
 
 
-def _watch(reader: KVReader, drafter: Drafter) -> bool:
-    """Whether the drafter will tell where its drafts look, if the reader's policy wants that."""
-    if not reader.wants_draft:
-        return False
-    watching = isinstance(drafter, AttendingDrafter) and drafter.watch()
-    if not watching:
-        _log.warning("the drafter does not look ahead: slots are selected by the target's last token alone")
-    return watching
-
-
 def _observed(
     part: _Work,
     verdict: Verdict | None,
@@ -377,4 +370,5 @@ def _observed(
 ) -> Observed:
     hidden_TW = None if output.hidden_TW is None else output.hidden_TW[rows]
     aux_TW = {layer: states_TW[rows] for layer, states_TW in output.aux_TW.items()}
-    return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW, choices)
+    queries = {layer: found.at(rows) for layer, found in output.queries.items()}
+    return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW, choices, queries)

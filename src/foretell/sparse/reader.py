@@ -30,6 +30,7 @@ class _History:
 
     Attributes:
         prompt: length of the prompt.
+        observed: whether anything was.
         last: per layer, the queries of the last confirmed tokens, `OBSERVED` at most.
         received_N: attention summed over the queries seen so far.
         window_N: see `Signals`; fixed once the prompt has been read.
@@ -37,6 +38,7 @@ class _History:
     """
 
     prompt: int
+    observed: bool = False
     last: dict[int, Queries] = field(default_factory=dict)
     received_N: Tensor | None = None
     window_N: Tensor | None = None
@@ -61,13 +63,9 @@ class KVReader:
         self.policy = policy
         self.budget = budget
         asked = bool(policy.needs - {"lookahead"})
-        self.needs = Needs(queries=(layers // 2,)) if asked else NO_NEEDS
+        prompts = bool(policy.needs & {"window", "received"})
+        self.needs = Needs(queries=(layers // 2,), prompts=prompts) if asked else NO_NEEDS
         self._histories: dict[int, _History] = {}
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether every query of a prompt must be seen: a cached prefix would change what is selected."""
-        return bool(self.policy.needs & {"window", "received"})
 
     @property
     def wants_draft(self) -> bool:
@@ -82,6 +80,10 @@ class KVReader:
         """Forgets a request."""
         self._histories.pop(request_id, None)
 
+    def ready(self, request_id: int) -> bool:
+        """Whether a pass over the request was observed; a cached prefix alone tells nothing."""
+        return self._histories[request_id].observed
+
     @torch.inference_mode()
     def observe(
         self,
@@ -93,11 +95,9 @@ class KVReader:
     ) -> None:
         """Takes in confirmed tokens: the last `len(rows)` of the lease, whose queries are at these rows."""
         history = self._histories[request_id]
+        history.observed = True
         for layer in self.needs.queries:
-            new, keys_KND = (
-                Queries(queries[layer].q_THD[list(rows)], queries[layer].spec),
-                _keys(arena, lease, layer),
-            )
+            new, keys_KND = queries[layer].at(rows), _keys(arena, lease, layer)
             if "received" in self.policy.needs:
                 _receive(history, new, keys_KND)
             old = history.last.get(layer)

@@ -54,19 +54,15 @@ def attention_mass(
         last_R: the last position that each query sees; what its layer's window hides gets 0.
     """
     scores_RJN = torch.empty(len(q_RHD), len(heads), keys_KND.shape[1], device=q_RHD.device)
-    group = spec.heads // spec.kv_heads
-    for kv in {head // group for head in heads}:
-        own = [j for j, head in enumerate(heads) if head // group == kv]
-        q_RJD = q_RHD[:, [heads[j] for j in own]]
-        scores_RJN[:, own] = (q_RJD @ keys_KND[kv].T).float() * spec.scale
+    for kv, own in _by_kv_head(spec, heads).items():
+        q_RJD = q_RHD[:, [heads[j] for j in own]] * spec.scale
+        part_XN = q_RJD.flatten(0, 1) @ keys_KND[kv].T
+        scores_RJN[:, own] = part_XN.float().unflatten(0, (len(q_RHD), -1))
     if spec.softcap:
         scores_RJN = spec.softcap * torch.tanh(scores_RJN / spec.softcap)
-    last_R1 = torch.tensor(last_R, device=q_RHD.device)[:, None]
-    place_N = torch.arange(keys_KND.shape[1], device=q_RHD.device)
-    hidden_RN = place_N > last_R1
-    if spec.window is not None:
-        hidden_RN |= place_N <= last_R1 - spec.window
-    scores_RJN = scores_RJN.masked_fill(hidden_RN[:, None], -torch.inf)
+    if spec.window is not None or min(last_R) < keys_KND.shape[1] - 1:
+        hidden_RN = _hidden(last_R, keys_KND, spec.window)
+        scores_RJN = scores_RJN.masked_fill_(hidden_RN[:, None], -torch.inf)
     if spec.sinks_H is None:
         return scores_RJN.softmax(-1)
     sinks_RJ1 = spec.sinks_H[list(heads)].float().expand(len(q_RHD), -1)[..., None]
@@ -89,7 +85,24 @@ def page_scores(q_HD: Tensor, bounds: tuple[Tensor, Tensor], spec: HeadSpec, hea
     """Quest's score [J, P] of each page: sum over channels of max(q * low, q * high). No key of the page
     scores higher with this query."""
     low_KPD, high_KPD = bounds
-    kv = torch.tensor([head // (spec.heads // spec.kv_heads) for head in heads], device=q_HD.device)
-    q_JD1 = q_HD[list(heads)][..., None]
-    scores_JP1 = high_KPD[kv] @ q_JD1.clamp(min=0) + low_KPD[kv] @ q_JD1.clamp(max=0)
-    return scores_JP1[..., 0] * spec.scale
+    scores_JP = torch.empty(len(heads), low_KPD.shape[1], dtype=q_HD.dtype, device=q_HD.device)
+    for kv, own in _by_kv_head(spec, heads).items():
+        q_JD = q_HD[[heads[j] for j in own]] * spec.scale
+        scores_JP[own] = q_JD.clamp(min=0) @ high_KPD[kv].T + q_JD.clamp(max=0) @ low_KPD[kv].T
+    return scores_JP
+
+
+def _by_kv_head(spec: HeadSpec, heads: Sequence[int]) -> dict[int, list[int]]:
+    """Key/value head -> places among `heads` of the query heads that read it."""
+    group, found = spec.heads // spec.kv_heads, dict[int, list[int]]()
+    for place, head in enumerate(heads):
+        found.setdefault(head // group, []).append(place)
+    return found
+
+
+def _hidden(last_R: Sequence[int], keys_KND: Tensor, window: int | None) -> Tensor:
+    """Positions [R, N] that these queries do not see."""
+    last_R1 = torch.tensor(last_R, device=keys_KND.device)[:, None]
+    place_N = torch.arange(keys_KND.shape[1], device=keys_KND.device)
+    hidden_RN = place_N > last_R1
+    return hidden_RN if window is None else hidden_RN | (place_N <= last_R1 - window)

@@ -1,0 +1,235 @@
+"""Self-speculation and the lossless hierarchy: plain decoding's tokens, whatever few keys let through; drafts
+that are exact samples; an inner drafter that is never out of step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretell.drafters.sparse_target import Inner, SparseTargetDrafter
+from foretell.sampling import Sampler
+from foretell.sparse import KV_CHOICES, POLICIES, KVReader
+from foretell.types import SamplingParams, StepPlan
+from foretell.verify import RULES
+from tests import oracle
+from tests.enumerate import Script, ScriptedRows, all_runs
+from tests.test_sparse_decoding import GREEDY, LONG, SEEDED
+
+LOSSY = [name for name in KV_CHOICES if name != "full"]
+PENALISED = SEEDED.replace(repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=9, ignore_eos=False)
+SETTINGS = {"greedy": GREEDY, "seeded": SEEDED, "penalised": PENALISED}
+ENDS = frozenset([2, 11, 30, 31])
+
+
+@pytest.fixture(scope="module")
+def target(decoder):
+    return decoder("llama")
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    return {
+        name: [oracle.generate(target, p, params, ENDS) for p in LONG] for name, params in SETTINGS.items()
+    }
+
+
+@pytest.fixture
+def drafter(decoder, target):
+    """name -> a drafter; "answers" is right most of the time, so that inner drafts really are accepted"""
+
+    def make(name: str):
+        if name == "draft":
+            return oracle.draft_model(decoder("llama", hidden_size=16, num_hidden_layers=1), target)
+        return oracle.draft_model(target, target, width=2) if name == "perfect" else name
+
+    return make
+
+
+@pytest.mark.parametrize("kv", LOSSY)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_policy_is_lossless_below_a_full_pass(kv, setting, target, drafter, answers):
+    """Alone, as one batch, again with prefixes left behind; few keys of many, and a round longer than an
+    inner draft."""
+    engine = oracle.engine(
+        target, drafter("perfect"), kv=kv, kv_budget=12, lossless=True, draft_tokens=9, prefill_chunk=32
+    )
+    alone = [oracle.run(engine, [p], SETTINGS[setting], ENDS)[0] for p in LONG]
+    batch = oracle.run(engine, LONG, SETTINGS[setting], ENDS)
+    again = oracle.run(engine, LONG[::-1], SETTINGS[setting], ENDS)[::-1]
+    for requests in (alone, batch, again):
+        assert [r.output_ids for r in requests] == answers[setting]
+        assert all(r.lossless for r in requests)
+    assert engine.stats.accepted > 0
+    assert engine.stats.accepted < engine.stats.drafted, "few keys are sometimes wrong, or nothing was tested"
+
+
+@pytest.mark.parametrize("name", ["draft", "perfect", "ngram", "suffix", "lookahead", "none"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_inner_drafter_keeps_in_step(name, setting, target, drafter, answers):
+    engine = oracle.engine(target, drafter(name), kv="dustin", kv_budget=16, lossless=True, draft_tokens=7)
+    for prompts in (LONG, LONG[::-1]):
+        requests = oracle.run(engine, prompts, SETTINGS[setting], ENDS)
+        wanted = answers[setting] if prompts is LONG else answers[setting][::-1]
+        assert [r.output_ids for r in requests] == wanted
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["draft", "ngram", "none"])
+def test_other_rules_are_plain_when_greedy_and_repeat_under_a_seed(rule, name, target, drafter, answers):
+    def engine():
+        return oracle.engine(
+            target, drafter(name), rule=rule, kv="snapkv", kv_budget=12, lossless=True, draft_tokens=7
+        )
+
+    requests = oracle.run(engine(), LONG, GREEDY, ENDS)
+    assert [r.output_ids for r in requests] == answers["greedy"]
+    first, second = (oracle.run(engine(), LONG, SEEDED, ENDS) for _ in range(2))
+    assert [r.output_ids for r in first] == [r.output_ids for r in second]
+
+
+def test_a_history_that_fits_is_drafted_for_directly(target, drafter):
+    """There is no middle level then: the inner drafter's trees come to the full pass, siblings and all."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for lossless in (False, True):
+        engine = oracle.engine(
+            target, drafter("perfect"), kv="dustin", kv_budget=90, lossless=lossless, draft_tokens=6
+        )
+        (request,) = oracle.run(engine, [LONG[2]], params)
+        assert request.stats.drafts == 3
+        assert request.stats.drafted > request.stats.accepted, "leaves beside the chain"
+
+
+def test_the_full_pass_writes_all_keys_anew(target, drafter):
+    """After an answer, the cache holds bit by bit what plain decoding's holds."""
+    keys = []
+    for kv in ("full", "streaming"):
+        engine = oracle.engine(
+            target,
+            drafter("draft") if kv != "full" else "none",
+            kv=kv,
+            kv_budget=8,
+            lossless=True,
+            draft_tokens=6,
+        )
+        request = engine.submit(LONG[1], GREEDY, frozenset())
+        while request.emitted < 15:
+            engine.step()
+        lease = request.lease
+        count = len(LONG[1]) + 13
+        keys.append(engine.cache.arena.values_LKSD[:, :, lease.start : lease.start + count].clone())
+        engine.abort(request)
+    assert torch.equal(*keys)
+
+
+class _ScriptedLevels:
+    """One round of draft model, target with few keys, and full pass, after a real prompt; every draw of all
+    three is scripted."""
+
+    def __init__(self, target, other, rule: str, inner: bool, monkeypatch) -> None:
+        self._rule, self._target = RULES[rule], target
+        reader = KVReader(POLICIES["dustin"], 4, target.num_layers)
+        level = Inner(oracle.draft_model(other, target), self._judge, False, True) if inner else None
+        self.drafter = SparseTargetDrafter(target, reader, level)
+        engine = oracle.engine(target, self.drafter, rule=rule, draft_tokens=2)
+        params = SamplingParams(max_tokens=8, temperature=1.1, top_k=3, seed=1, ignore_eos=True)
+        self.request = engine.submit([3, 1, 4, 1, 0, 2, 3, 3, 2], params, frozenset())
+        self.script = Script([])
+        monkeypatch.setattr(Sampler, "draw", self._draw)
+        engine._planner.max_draft = 0
+        engine.step()
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+        self.kept_in_the_middle = 0
+
+    def _draw(self, logits_V, ahead, count):
+        q_V = self.request.sampler.scores(logits_V, ahead).double().softmax(0)
+        return [self.script.pick(q_V.tolist())], q_V.log()
+
+    def _judge(self, sampler, tree, logits_RV, best_R):
+        rows = ScriptedRows(sampler, tree, logits_RV, None)
+        rows.script, rows.known = self.script, {}
+        verdict = self._rule.verify(tree, rows, self.script)
+        self.kept_in_the_middle += len(verdict.path)
+        return verdict
+
+    def probs(self, path: tuple[int, ...]) -> torch.Tensor:
+        """The full target after the request and these tokens."""
+        if path not in self._logits:
+            self._logits[path] = oracle.logits_after(self._target, [*self.request.tokens, *path])
+        return self.request.sampler.probs(self._logits[path], path)
+
+    def step(self, script: Script) -> tuple[int, ...]:
+        self.script = script
+        (tree,) = self.drafter.propose([self.request], [StepPlan(2, "test")])
+        assert len(tree) == 2
+        self.drafter._rounds.clear()
+        if self.drafter._inner is not None:
+            ahead = self.drafter._ahead[self.request.id]
+            self.drafter._retract(self.request, ahead, len(self.request.tokens))
+        for path in ((), tree.tokens[:1], tree.tokens):
+            self.probs(path)
+        logits_RV = torch.stack([self._logits[path] for path in ((), tree.tokens[:1], tree.tokens)])
+        rows = ScriptedRows(self.request.sampler, tree, logits_RV, None)
+        rows.script, rows.known = script, self._known
+        verdict = self._rule.verify(tree, rows, script)
+        return (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("inner", [False, True], ids=["alone", "inner draft"])
+def test_all_levels_together_are_exact(rule, inner, decoder, monkeypatch):
+    """Vocabulary of five, every random decision of every level enumerated: the first two tokens have the
+    probability that full decoding gives them."""
+    target = decoder("llama", vocab_size=5, num_hidden_layers=2)
+    other = decoder("llama", vocab_size=5, hidden_size=16, num_hidden_layers=1)
+    world = _ScriptedLevels(target, other, rule, inner, monkeypatch)
+    emitted = all_runs(world.step)
+    assert sum(emitted.values()) == pytest.approx(1, abs=1e-9)
+    assert max(map(len, emitted)) == 3, "whole rounds are accepted too"
+    assert bool(world.kept_in_the_middle) == inner
+    made = torch.zeros(5, 5, dtype=torch.float64)
+    for tokens, chance in emitted.items():
+        if len(tokens) == 1:
+            made[tokens[0]] += chance * world.probs(tokens)
+        else:
+            made[tokens[0], tokens[1]] += chance
+    wanted = torch.stack([world.probs(())[first] * world.probs((first,)) for first in range(5)])
+    torch.testing.assert_close(made, wanted, atol=1e-9, rtol=0)
+
+
+def test_draws_of_the_levels_are_independent(decoder):
+    """The real keyed draws under many seeds: a stream shared by two levels would show. Three standard
+    deviations of a chi-square with 24 degrees of freedom."""
+    target = decoder("llama", vocab_size=5, num_hidden_layers=2)
+    other = decoder("llama", vocab_size=5, hidden_size=16, num_hidden_layers=1)
+    engine = oracle.engine(
+        target,
+        oracle.draft_model(other, target),
+        rule="rejection",
+        kv="streaming",
+        kv_budget=4,
+        lossless=True,
+        draft_tokens=3,
+        kv_slots=4096,
+        max_batch=64,
+    )
+    prompt, count = [3, 1, 4, 1, 0, 2, 3, 3, 2], 2000
+    params = [SamplingParams(max_tokens=4, temperature=1.0, seed=s, ignore_eos=True) for s in range(count)]
+    seen = torch.zeros(5, 5, dtype=torch.float64)
+    wanted = torch.zeros(5, 5, dtype=torch.float64)
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def probs(tokens):
+        if tokens not in known:
+            known[tokens] = oracle.logits_after(target, [*prompt, *tokens]).double().softmax(0)
+        return known[tokens]
+
+    requests = oracle.run(engine, [prompt] * count, params)
+    for request in requests:
+        first, second, third, _ = request.output_ids
+        seen[second, third] += 1
+        # given the first token, which the prompt's own pass draws
+        for token in range(5):
+            wanted[token] += probs((first,))[token] * probs((first, token))
+    chi_square = float(((seen - wanted) ** 2 / wanted).sum())
+    assert chi_square < 24 + 3 * (2 * 24) ** 0.5
