@@ -150,7 +150,15 @@ def test_the_library_refuses_and_warns(tiny, caplog):
         LLM(tiny, drafter="none", kv="quest", kv_budget=3)
     with caplog.at_level(logging.WARNING):
         LLM(tiny, drafter="none", kv_budget=64)
+        LLM(tiny, drafter="none", lossless=True)
     assert "kv_budget has no effect: kv is full" in caplog.text
+    assert "lossless has no effect: kv is full" in caplog.text
+    with pytest.raises(InputError, match=r"drafter 'suffix.self' cannot draft below kv 'quest'"):
+        LLM(tiny, drafter="suffix+self", kv="quest", lossless=True)
+    with pytest.raises(InputError, match=r"kv must be one of streaming, .*, got 'full'"):
+        LLM(tiny, drafter="self", drafter_options={"kv": "full"})
+    with pytest.raises(InputError, match="kv_budget must be at least 4, got 2"):
+        LLM(tiny, drafter="self", drafter_options={"budget": "2"})
 
 
 def test_the_library_marks_lossy_answers(tiny):
@@ -159,7 +167,13 @@ def test_the_library_marks_lossy_answers(tiny):
     lossy = LLM(tiny, drafter="ngram", kv="quest", kv_budget=8).generate(ids, params)[0]
     whole = LLM(tiny, drafter="ngram", kv="quest", kv_budget=64).generate(ids, params)[0]
     assert (lossy.lossless, whole.lossless) == (False, True)
-    assert whole.token_ids == LLM(tiny, drafter="none").generate(ids, params)[0].token_ids
+    plain = LLM(tiny, drafter="none").generate(ids, params)[0]
+    assert whole.token_ids == plain.token_ids
+    for drafter in ("none", "ngram", "suffix"):
+        below = LLM(tiny, drafter=drafter, kv="quest", kv_budget=8, lossless=True, draft_tokens=4)
+        answer = below.generate(ids, params)[0]
+        assert (answer.token_ids, answer.lossless) == (plain.token_ids, True)
+        assert answer.stats.drafted > 0
 
 
 def test_the_command_line_marks_lossy_answers(foretell, gguf_model):  # noqa: F811
@@ -168,6 +182,10 @@ def test_the_command_line_marks_lossy_answers(foretell, gguf_model):  # noqa: F8
     assert "LOSSY" in err
     _, out, _ = foretell(*args, "--kv", "h2o", "--kv-budget", "8", "--json")
     assert json.loads(out)["lossless"] is False
+    _, plain, _ = foretell(*args, "--json")
+    _, out, _ = foretell(*args, "--kv", "h2o", "--kv-budget", "8", "--lossless", "--json")
+    assert json.loads(out)["lossless"] is True
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
     code, _, err = foretell(*args, "--kv", "some")
     assert code == 2
     assert "streaming" in err
