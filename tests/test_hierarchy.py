@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from foretell.drafters import DrafterContext, build_drafter
 from foretell.drafters.sparse_target import Inner, SparseTargetDrafter
 from foretell.engine.verification import KeyedDraws
 from foretell.noise import Stream
@@ -15,7 +16,7 @@ from foretell.sampling import Sampler
 from foretell.sparse import KV_CHOICES, POLICIES, KVReader
 from foretell.types import NO_NEEDS, SamplingParams, StepPlan
 from foretell.verify import RULES
-from tests import oracle
+from tests import head_files, oracle
 from tests.enumerate import Script, ScriptedRows, all_runs
 from tests.test_sparse_decoding import GREEDY, LONG, SEEDED
 
@@ -75,6 +76,24 @@ def test_every_inner_drafter_keeps_in_step(name, setting, target, drafter, answe
         requests = oracle.run(engine, prompts, SETTINGS[setting], ENDS)
         wanted = answers[setting] if prompts is LONG else answers[setting][::-1]
         assert [r.output_ids for r in requests] == wanted
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp", "suffix+eagle3"])
+def test_heads_keep_in_step_below(name, decoder, tmp_path):
+    """Drafters that read the target's states get those of passes over few keys, and begin again where tokens
+    are taken back."""
+    target = decoder("llama", **head_files.TARGET)
+    folder = {
+        "medusa": lambda: head_files.medusa(tmp_path, "v1.0"),
+        "eagle": lambda: head_files.eagle(tmp_path),
+        "eagle3": lambda: head_files.eagle3(tmp_path, "speculators"),
+        "mtp": lambda: head_files.mimo(tmp_path),
+    }[name.split("+")[-1]]()
+    inner = build_drafter(f"{name}:{folder}", {}, DrafterContext(target, None, 512))
+    engine = oracle.engine(target, inner, kv="dustin", kv_budget=10, lossless=True, draft_tokens=12)
+    wanted = [oracle.generate(target, prompt, PENALISED, ENDS) for prompt in LONG]
+    for _ in range(2):
+        assert [r.output_ids for r in oracle.run(engine, LONG, PENALISED, ENDS)] == wanted
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
