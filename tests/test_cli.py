@@ -454,11 +454,17 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     assert all(row["lossless"] for row in rows)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "run.json",
-        "run.jsonl",
+        "run.tiny.gguf.jsonl",
         "run.md",
-        "run.png",
+        "run.tiny.gguf.png",
     }
     assert foretell(*run, "--max-tokens", "11", *where)[0] == 2, "another measurement lies there"
+    code, _, err = foretell(*run, "--gguf", "/nowhere.gguf", "--out", str(tmp_path / "other"))
+    assert code == 2
+    assert "no file /nowhere.gguf" in err
+    code, _, err = foretell(*run, *["--gguf", gguf_model] * 2, "--out", str(tmp_path / "other"))
+    assert code == 2
+    assert "2 files are given with --gguf for 1 models" in err
     drafters = ("bench", "drafters", *args, "--per-task", "1", "--json", "--out", str(tmp_path))
     code, out, _ = foretell(*drafters)
     rows = [json.loads(line) for line in out.splitlines()]
@@ -550,7 +556,6 @@ def test_bad_plans(args, message, foretell):
         (("--drafter", "suffix", "--drafter-opt", "factor"), "must look like KEY=VALUE"),
         (("--drafter", "suffix", "--drafter-opt", "factor=x"), "factor must be a number"),
         (("--drafter", "suffix", "--drafter-opt", "factor=inf"), "factor must be a number"),
-        (("--drafter", "suffix", "--drafter-opt", "tree=maybe"), "tree must be true or false"),
         (("--drafter", "suffix", "--drafter-opt", "depth=2", "--drafter-opt", "depth=3"), "is given twice"),
         (("--drafter", "lookahead", "--drafter-opt", "ngram=2"), "ngram must be at least 3"),
         (("--drafter", "eagle3:/nowhere", "--drafter-opt", "layer_ids=x"), "layer_ids must be one of"),

@@ -15,7 +15,7 @@ ROOT = 0
 _NONE = -1
 # upper bounds of what CPython 3.11+ takes, checked by a test
 _BYTES_PER_DICT, _BYTES_PER_ENTRY, _BYTES_PER_KEY = 240, 120, 64
-_SUMMED = 6  # branches whose counts are added up for a share; with more, the context's count stands in
+_BRANCHES = 24  # followers of one context that are told apart
 # A repetition of one token makes a chain of suffix links as long as itself; occurrences are counted for
 # so many of the longest contexts, which are the ones that drafts are made from.
 _COUNTED = 32
@@ -81,25 +81,24 @@ class SuffixAutomaton:
             if more := self._more.get(state):
                 yield from more.items()
 
-    def likeliest(self, state: int) -> tuple[int, int, float] | None:
-        """(token, state behind it, its share) of the most frequent continuation; None = never went on."""
-        token, behind = self._token[state], self._target[state]
+    def continuations(self, state: int) -> list[tuple[float, int, int]]:
+        """(share, token, state behind it) of what followed; of very many followers only the most frequent.
+        Empty = the text ended there."""
+        behind = self._target[state]
         if behind == _NONE:
-            return None
-        if (more := self._more.get(state)) is None:
-            return token, behind, 1.0
-        token = self._best.get(state, token)
-        behind = self.step(state, token)
-        best = self._count[behind]
-        if len(more) <= _SUMMED:
-            total = self._count[self._target[state]] + sum(self._count[other] for other in more.values())
-        else:
-            total = self._count[state]  # but for the occurrence at the very end
-        return token, behind, best / max(total, best)
-
-    def branches(self, state: int) -> int:
-        """How many different tokens followed."""
-        return (self._target[state] != _NONE) + len(self._more.get(state, ()))
+            return []
+        more, count = self._more.get(state), self._count
+        if more is None:
+            return [(1.0, self._token[state], behind)]
+        if len(more) >= _BRANCHES:
+            token = self._best.get(state, self._token[state])
+            behind = self.step(state, token)
+            # the context's count stands in for the sum of its followers': it differs at the very end only
+            return [(count[behind] / max(count[state], count[behind]), token, behind)]
+        found = [(count[behind], self._token[state], behind)]
+        found += [(count[other], token, other) for token, other in more.items()]
+        total = sum(times for times, _, _ in found)
+        return [(times / total, token, other) for times, token, other in found]
 
     def count(self, state: int) -> int:
         """How often the state's substrings occurred."""
