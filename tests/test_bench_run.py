@@ -151,6 +151,32 @@ def test_figures_by_hand(tmp_path):
     assert pair["tokens_per_s"] == pytest.approx(3 * 4 / 4.0), "two batches for three prompts"
 
 
+def test_ratios_are_to_the_same_weights(tmp_path):
+    clock = Clock()
+    methods = [
+        Fake(f"{m} {w}", clock, s, [i])
+        for i, (m, w, s) in enumerate(
+            [("plain", "fp32", 8.0), ("plain", "int8", 4.0), ("auto", "int8", 2.0), ("llama.cpp", "", 1.0)]
+        )
+    ]
+    for method in methods:
+        method.reference = f"plain {method.name.split()[1]}" if " " in method.name.strip() else "llama.cpp"
+        method.name = method.name.strip()
+    rows = {r["method"]: r for r in bench.summarise(measured(tmp_path / "run.jsonl", methods, clock))}
+    assert {name: row["ratio_to_plain"] for name, row in rows.items()} == {
+        "plain fp32": 1,
+        "plain int8": 1,
+        "auto int8": 2,
+        "llama.cpp": 8,
+    }
+    assert {name: row["lossless"] for name, row in rows.items()} == {
+        "plain fp32": True,
+        "plain int8": True,
+        "auto int8": False,
+        "llama.cpp": True,
+    }
+
+
 def test_a_difference_is_shown(tmp_path):
     clock = Clock()
     methods = [Fake("plain", clock, 1.0, [7, 7]), Fake("auto", clock, 1.0, [7, 8])]
@@ -227,7 +253,7 @@ def test_a_peer_that_cannot_run_says_why(name, message, tmp_path, monkeypatch):
 def test_an_unknown_mode_of_a_peer(tmp_path):
     with pytest.raises(InputError, match="has no mode 'magic'"):
         peers.build("llama.cpp:magic", given_peers(tmp_path), lambda spec: None)
-    assert peers.build("draft:model", given_peers(tmp_path), lambda spec: spec) == "draft:model"
+    assert peers.build("draft:model", given_peers(tmp_path), lambda spec: [spec]) == ["draft:model"]
 
 
 def test_arrivals_become_gaps():

@@ -73,13 +73,17 @@ class Method(Protocol):
 
 
 class Foretell:
-    """foretell with a drafter: "plain", SPEC, or SPEC@N for drafts of always N tokens."""
+    """foretell with a drafter: "plain", SPEC, or SPEC@N for drafts of always N tokens.
 
-    reference = PLAIN
+    Args:
+        label: what tells it from the same method on other weights.
+    """
+
     batches = samples = True
 
-    def __init__(self, name: str, loaded: LLM, max_batch: int, kv_tokens: int) -> None:
-        self.name = name
+    def __init__(self, name: str, loaded: LLM, max_batch: int, kv_tokens: int, label: str = "") -> None:
+        self.name = f"{name} {label}".strip()
+        self.reference = f"{PLAIN} {label}".strip()
         spec, at, length = name.rpartition("@") if name.rpartition("@")[2].isdigit() else (name, "", "")
         drafter = "none" if spec == PLAIN else spec
         self._llm = LLM(

@@ -255,8 +255,8 @@ PEERS = tuple(
 )
 
 
-def build(name: str, given: Given, make: Callable[[str], Foretell]) -> Method:
-    """A method by name: a peer, or foretell with a drafter.
+def build(name: str, given: Given, make: Callable[[str], list[Foretell]]) -> Sequence[Method]:
+    """A method by name: a peer, or foretell with a drafter, on every kind of weights.
 
     Raises:
         Unavailable: a peer that is not installed, or cannot run this model.
@@ -272,7 +272,7 @@ def build(name: str, given: Given, make: Callable[[str], Foretell]) -> Method:
     if importlib.util.find_spec(package) is None:
         raise Unavailable(f"{package} is not installed")
     try:
-        return kind(name, mode, given)
+        return [kind(name, mode, given)]
     except (OSError, ValueError, RuntimeError, ImportError, InputError) as error:
         with suppress(IndexError):
             raise Unavailable(str(error).splitlines()[0]) from error

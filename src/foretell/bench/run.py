@@ -164,7 +164,10 @@ def measure(
 
 
 def summarise(log: Log) -> list[dict[str, Any]]:
-    """One object per batch size, temperature, task and method, and one over all tasks."""
+    """One object per batch size, temperature, task and method, and one over all tasks.
+
+    Ratios are to plain decoding with the same weights; another engine's, to our first plain method.
+    """
     found = list(log.cells.values())
     out = []
     for batch, temperature in dict.fromkeys((c["batch"], c["temperature"]) for c in found):
@@ -172,11 +175,13 @@ def summarise(log: Log) -> list[dict[str, Any]]:
         tasks = list(dict.fromkeys(c["task"] for c in here))
         for task in [*tasks, "overall"] if len(tasks) > 1 else tasks:
             part = [c for c in here if task in (c["task"], "overall")]
-            plain = [c for c in part if c["method"] == PLAIN]
+            first = next((c["method"] for c in part if c["method"].startswith(PLAIN)), PLAIN)
             for method in dict.fromkeys(c["method"] for c in part):
                 own = [c for c in part if c["method"] == method]
                 head = {"method": method, "task": task, "batch": batch, "temperature": temperature}
                 reference = [c for c in part if c["method"] == own[0]["reference"]]
+                ours = own[0]["reference"].startswith(PLAIN)
+                plain = reference if ours else [c for c in part if c["method"] == first]
                 out.append({**head, **_row(own, plain, reference)})
     return out
 

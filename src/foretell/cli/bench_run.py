@@ -50,6 +50,10 @@ ModelsOpt = Annotated[
     list[str] | None,
     typer.Option("--model", "-m", help="As in generate; may be repeated.  [default: smollm2-135m]"),
 ]
+WeightsOpt = Annotated[
+    list[str] | None,
+    typer.Option("--weights", help="As in generate; several are measured in turn.  [default: stored]"),
+]
 GgufOpt = Annotated[
     list[Path] | None, typer.Option("--gguf", help="File for llama.cpp and OpenVINO, one per model.")
 ]
@@ -67,7 +71,7 @@ def run(
     per_task: PerTaskOpt = None,
     max_tokens: opt.MaxTokensOpt = 128,
     repeats: RepeatsOpt = 1,
-    weights: opt.WeightsOpt = "stored",
+    weights: WeightsOpt = None,
     device: opt.DeviceOpt = "auto",
     assistant: AssistantOpt = None,
     gguf: GgufOpt = None,
@@ -81,25 +85,26 @@ def run(
     from foretell.bench import tasks
 
     result_folder(out)
+    kinds = list(dict.fromkeys(weights or ["stored"]))
     models = list(dict.fromkeys(model or ["smollm2-135m"]))
     files = _files(gguf or [], models)
     settings = bench.Settings(tuple(batch or [1]), tuple(temperature or [0.0]), repeats)
     prompts = tasks.load(task or ["demo"], per_task)
-    wanted = _Wanted(list(dict.fromkeys(["plain", *(method or ["auto"])])), weights, device, max_tokens)
+    wanted = _Wanted(list(dict.fromkeys(["plain", *(method or ["auto"])])), kinds, device, max_tokens)
     peers = assistant, assistant_gguf, kv_tokens
     rows = [
         {"model": name, **row}
         for name in models
         for row in _measure(out, name, files.get(name), wanted, settings, prompts, peers)
     ]
-    _write(out, {"models": models, "weights": weights, "prompts": len(prompts), "repeats": repeats}, rows)
+    _write(out, {"models": models, "weights": kinds, "prompts": len(prompts), "repeats": repeats}, rows)
     if as_json:
         for row in rows:
             print_json(row)
     else:
         for name in models:
             own = [row for row in rows if row["model"] == name]
-            _print(f"{name}, {weights} weights, {len(prompts)} prompts", own)
+            _print(f"{name}, {_listed(kinds)} weights, {len(prompts)} prompts", own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ class _Wanted:
     """What is measured on every model."""
 
     methods: list[str]
-    weights: str
+    weights: list[str]
     device: str
     max_tokens: int
 
@@ -145,14 +150,22 @@ def _measure(
 
     assistant, assistant_gguf, kv_tokens = peers
     with model_progress() as progress:
-        llm = LLM(model, drafter="none", weights=wanted.weights, device=wanted.device, report=progress)
+        llms = {
+            kind: LLM(model, drafter="none", weights=kind, device=wanted.device, report=progress)
+            for kind in wanted.weights
+        }
+    llm = llms[wanted.weights[0]]
     items = tasks.encode(llm, prompts, wanted.max_tokens)
     longest = max(len(item.ids) + item.max_tokens for item in items) + 64
     most = max(settings.batches)
     given = Given(llm.loaded, longest, gguf, assistant, assistant_gguf)
-    methods = _methods(
-        wanted.methods, given, lambda name: Foretell(name, llm, most, kv_tokens or longest * most)
-    )
+
+    def ours(name: str) -> list[Foretell]:
+        labels = {kind: kind if len(llms) > 1 else "" for kind in llms}
+        room = kv_tokens or longest * most
+        return [Foretell(name, llms[kind], most, room, labels[kind]) for kind in llms]
+
+    methods = _methods(wanted.methods, given, ours)
     facts: dict[str, Any] = {
         "model": model,
         "weights": wanted.weights,
@@ -179,22 +192,27 @@ def _write(out: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     save(out, "run", {"peak_memory_bytes": peak, **facts}, rows)
     provenance = json.loads((out / "run.json").read_text(encoding="utf-8"))["provenance"]
-    listed = {**provenance, **facts, "models": ", ".join(facts["models"])}
+    listed = {**provenance, **facts}
+    listed |= {name: ", ".join(facts[name]) for name in ("models", "weights")}
     listed["peak memory of the process"] = f"{peak / 1e9:.2f} GB"
     (out / "run.md").write_text(report.markdown(rows, listed), encoding="utf-8")
     for name in facts["models"]:
         own = [row for row in rows if row["model"] == name]
-        report.plot(own, out / f"run.{Path(name).name}.png", f"{name}, {facts['weights']} weights")
+        report.plot(own, out / f"run.{Path(name).name}.png", f"{name}, {_listed(facts['weights'])} weights")
 
 
-def _methods(names: list[str], given: Given, make: Callable[[str], Foretell]) -> list[Method]:
+def _listed(weights: list[str]) -> str:
+    return " and ".join(weights)
+
+
+def _methods(names: list[str], given: Given, make: Callable[[str], list[Foretell]]) -> list[Method]:
     from foretell.bench.methods import Unavailable
     from foretell.bench.peers import build
 
     found: list[Method] = []
     for name in names:
         try:
-            found.append(build(name, given, make))
+            found += build(name, given, make)
         except Unavailable as reason:
             stderr().print(f"skipped {name}: {reason}", style="yellow")
     return found
