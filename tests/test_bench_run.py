@@ -8,11 +8,12 @@ import types
 
 import pytest
 
-from foretell.bench import peers, tasks
+from foretell.bench import adapt, peers, tasks
 from foretell.bench import run as bench
 from foretell.bench.items import Item
 from foretell.bench.methods import Answer, Unavailable
 from foretell.errors import InputError
+from foretell.planner import CostTable
 from foretell.types import StepStats
 
 
@@ -259,3 +260,17 @@ def test_an_unknown_mode_of_a_peer(tmp_path):
 def test_arrivals_become_gaps():
     first, gaps = peers._timed(1.0, [(1.5, 1), (2.5, 2), (3.0, 1)])
     assert (first, gaps) == (0.5, [0.5, 0.5, 0.5])
+
+
+def test_how_long_the_planner_took_by_hand():
+    """A row more costs a tenth of a plain step. Ten steps at 12 rows after the change, then none."""
+    cost = CostTable({1: 1.0, 11: 2.0})
+    steps = [adapt.Step("edits", 10, 9, 10)] * 20 + [adapt.Step("free text", 10, 0, 1)] * 10
+    steps += [adapt.Step("free text", 0, 0, 1)] * 30
+    assert steps[0].speed(cost) == 5.0
+    assert steps[20].speed(cost) == 0.5
+    assert adapt.switch_of(steps) == 20
+    means = adapt.running(steps, cost)
+    assert means[:20] == [5.0] * 20, "nothing from beyond the change"
+    assert means[20:32] == pytest.approx([0.5 + 0.05 * n for n in range(10)] + [1.0, 1.0])
+    assert adapt.steps_to_adapt(steps, cost) == 10

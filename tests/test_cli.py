@@ -465,6 +465,17 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     code, _, err = foretell(*run, *["--gguf", gguf_model] * 2, "--out", str(tmp_path / "other"))
     assert code == 2
     assert "2 files are given with --gguf for 1 models" in err
+    both = ["--weights", "fp32", "--weights", "int8", "--out", str(tmp_path / "both")]
+    code, out, _ = foretell("bench", "run", *args[:2], "--max-tokens", "12", "--json", *both)
+    assert code == 0
+    assert {row["method"]: row["lossless"] for row in map(json.loads, out.splitlines())} == {
+        f"{m} {w}": True for m in ("plain", "auto") for w in ("fp32", "int8")
+    }
+    adapt = ("bench", "adapt", *args[:2], "--max-tokens", "20", "--json", "--out", str(tmp_path))
+    code, out, _ = foretell(*adapt)
+    assert code == 0
+    assert set(json.loads(out)["speed_to_plain"]) == {"edits", "first_30_steps_of_free_text", "free_text"}
+    assert (tmp_path / "adapt.png").stat().st_size > 5000
     drafters = ("bench", "drafters", *args, "--per-task", "1", "--json", "--out", str(tmp_path))
     code, out, _ = foretell(*drafters)
     rows = [json.loads(line) for line in out.splitlines()]

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads"},
     "engine": SHARED | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner"},
     "api": SHARED | {"engine", "models", "drafters", "verify", "planner"},
-    "bench": SHARED | {"api", "engine", "models", "attention", "drafters", "sampling"},
+    "bench": SHARED | {"api", "engine", "planner", "models", "attention", "drafters", "sampling"},
     "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }
 
