@@ -7,8 +7,6 @@ import os
 # two workers on two cores: one thread each, set before torch is imported
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-else:
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # not what is measured at load
 
 from pathlib import Path
 

@@ -161,6 +161,7 @@ def test_the_fastest_number_of_threads_is_found_and_kept(decoder, model_folder, 
     monkeypatch.setattr(cost, "_once", lambda *_: slow.get(torch.get_num_threads(), 9.0))
     assert cost.fastest_threads(model) == 2, "one thread is hardly faster than two"
     assert torch.get_num_threads() == before
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
     load_or_measure(model, folder)
     assert torch.get_num_threads() == before, "OMP_NUM_THREADS says how many"
     monkeypatch.delenv("OMP_NUM_THREADS")
