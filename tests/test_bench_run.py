@@ -240,6 +240,7 @@ def given_peers(tmp_path, **more):
         ("llama.cpp:draft", "--gguf PATH"),
         ("openvino:pld", "--gguf PATH"),
         ("transformers", "."),
+        ("transformers:assistant", "."),
         ("vllm", "vllm is not installed"),
     ],
 )
@@ -258,8 +259,8 @@ def test_an_unknown_mode_of_a_peer(tmp_path):
 
 
 def test_arrivals_become_gaps():
-    first, gaps = peers._timed(1.0, [(1.5, 1), (2.5, 2), (3.0, 1)])
-    assert (first, gaps) == (0.5, [0.5, 0.5, 0.5])
+    answer = Answer.timed([7, 8, 9], 1.0, [(1.5, 2), (2.5, 2), (2.6, -1)])
+    assert (answer.first_s, answer.first, answer.gaps_s, answer.count) == (0.5, 2, [0.5, 0.5], 3)
 
 
 def test_how_long_the_planner_took_by_hand():

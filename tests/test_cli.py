@@ -476,6 +476,21 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     assert code == 0
     assert set(json.loads(out)["speed_to_plain"]) == {"edits", "first_30_steps_of_free_text", "free_text"}
     assert (tmp_path / "adapt.png").stat().st_size > 5000
+    code, _, err = foretell("bench", "adapt", *args[:2], "--max-tokens", "1", "--out", str(tmp_path))
+    assert code == 2
+    assert "the answers are too short" in err
+    other = [*run, "--assistant-gguf", "/nowhere.gguf", "--out", str(tmp_path / "other")]
+    code, _, err = foretell(*other)
+    assert code == 2
+    assert "--assistant-gguf: there is no file" in err
+    peers = ["--method", "transformers:assistant", "--assistant", "nowhere", "--max-tokens", "4"]
+    code, _, err = foretell("bench", "run", *args[:2], *peers, "--out", str(tmp_path / "other"))
+    assert code == 2, "a wrong name is an error, not a peer that is missing"
+    assert "unknown model 'nowhere'" in err
+    plain = ["--method", "none", "--assistant", "x", "--max-tokens", "4", "--out", str(tmp_path / "third")]
+    code, _, err = foretell("bench", "run", *args[:2], *plain)
+    assert code == 0
+    assert "--assistant has no effect" in err
     drafters = ("bench", "drafters", *args, "--per-task", "1", "--json", "--out", str(tmp_path))
     code, out, _ = foretell(*drafters)
     rows = [json.loads(line) for line in out.splitlines()]

@@ -10,6 +10,7 @@ from foretell.api import LLM
 from foretell.bench import tasks
 from foretell.bench.items import Item
 from foretell.bench.plots import figure
+from foretell.errors import InputError
 from foretell.planner import CostTable
 from foretell.types import SamplingParams
 
@@ -40,7 +41,11 @@ def workload(llm: LLM, max_tokens: int) -> list[tuple[str, Item]]:
 
 
 def run(llm: LLM, items: Sequence[tuple[str, Item]], on_item: Callable[[], None]) -> list[Step]:
-    """Answers one after the other; a step per forward pass, but for those that read prompts."""
+    """Answers one after the other; a step per forward pass, but for those that read prompts.
+
+    Raises:
+        InputError: the answers of a part end with their first token.
+    """
     steps = []
     for part, item in items:
         request = llm.engine.submit(item.ids, SamplingParams(max_tokens=item.max_tokens), llm.loaded.end_ids)
@@ -54,6 +59,8 @@ def run(llm: LLM, items: Sequence[tuple[str, Item]], on_item: Callable[[], None]
                 )
                 steps.append(Step(part, drafted, accepted, emitted))
         on_item()
+    if {step.part for step in steps} != {part for part, _ in items}:
+        raise InputError("the answers are too short: there are no steps behind the first token")
     return steps
 
 

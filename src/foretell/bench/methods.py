@@ -10,7 +10,6 @@ from typing import Protocol
 
 from foretell.api import LLM
 from foretell.bench.items import Item
-from foretell.engine import Request
 from foretell.types import SamplingParams, StepStats
 
 PLAIN = "plain"
@@ -26,7 +25,7 @@ class Answer:
 
     Args:
         token_ids: the answer; where a method only tells its text, that text's tokens.
-        first_s: seconds until its first token.
+        first_s: seconds until its first token; `first` tokens came with it.
         gaps_s: seconds between arrivals, one per token after the first arrival; tokens that come together
             share their gap.
         stats: what speculation did, where the method tells.
@@ -38,10 +37,26 @@ class Answer:
     gaps_s: list[float] = field(default_factory=list)
     stats: StepStats | None = None
     count: int = -1
+    first: int = 1
 
     def __post_init__(self) -> None:
         if self.count < 0:
             self.count = len(self.token_ids)
+
+    @classmethod
+    def timed(
+        cls,
+        token_ids: list[int],
+        start: float,
+        arrivals: Sequence[tuple[float, int]],
+        *,
+        stats: StepStats | None = None,
+        count: int = -1,
+    ) -> Answer:
+        """From when tokens came, and how many; none or fewer where a stop string took some back."""
+        at, first = arrivals[0] if arrivals else (time.perf_counter(), len(token_ids))
+        gaps = [(now - before) / came for (before, _), (now, came) in pairwise(arrivals) for _ in range(came)]
+        return cls(token_ids, at - start, gaps, stats, count, first)
 
 
 class Method(Protocol):
@@ -108,14 +123,11 @@ class Foretell:
             for item in items
         ]
         arrivals: dict[int, list[tuple[float, int]]] = {request.id: [] for request in requests}
+        emitted = dict.fromkeys(arrivals, 0)
         while any(request.finish_reason is None for request in requests):
-            for request in engine.step():
-                arrivals[request.id].append((time.perf_counter() - start, request.emitted))
-        return [_answer(request, arrivals[request.id]) for request in requests]
-
-
-def _answer(request: Request, arrivals: list[tuple[float, int]]) -> Answer:
-    gaps: list[float] = []
-    for (before, known), (now, count) in pairwise(arrivals):
-        gaps += [(now - before) / max(1, count - known)] * max(0, count - known)
-    return Answer(list(request.output_ids), arrivals[0][0], gaps, request.stats)
+            advanced = engine.step()
+            now = time.perf_counter()
+            for request in advanced:
+                arrivals[request.id].append((now, request.emitted - emitted[request.id]))
+                emitted[request.id] = request.emitted
+        return [Answer.timed(list(r.output_ids), start, arrivals[r.id], stats=r.stats) for r in requests]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +63,6 @@ class _Peer:
         raise NotImplementedError
 
 
-def _timed(start: float, times: Sequence[tuple[float, int]]) -> tuple[float, list[float]]:
-    """Seconds to the first arrival, and the gaps after it: one per token, from (time, tokens)."""
-    first = (times[0][0] if times else time.perf_counter()) - start
-    return first, [
-        (now - before) / count for (before, _), (now, count) in pairwise(times) for _ in range(count)
-    ]
-
-
 class Transformers(_Peer):
     """transformers' generate in fp32: plain, prompt lookup, or with an assistant model."""
 
@@ -81,13 +71,13 @@ class Transformers(_Peer):
 
         super().__init__(name)
         load = AutoModelForCausalLM.from_pretrained
-        self._model: Any = load(given.loaded.folder, dtype=torch.float32).eval()
         self._options: dict[str, Any] = {"prompt_lookup_num_tokens": _LOOKUP} if mode == "pld" else {}
         if mode == "assistant":
             if given.assistant is None:
                 raise Unavailable("it needs --assistant MODEL")
             helper = load(locate(given.assistant), dtype=torch.float32).eval()
             self._options = {"assistant_model": helper}
+        self._model: Any = load(given.loaded.folder, dtype=torch.float32).eval()
         self._ends = sorted(given.loaded.end_ids)
 
     def _one(self, item: Item) -> Answer:
@@ -112,8 +102,7 @@ class Transformers(_Peer):
                 streamer=Clock(),
                 **self._options,
             )
-        first, gaps = _timed(start, times[1:])  # the first is the prompt
-        return Answer(ids[0, len(item.ids) :].tolist(), first, gaps)
+        return Answer.timed(ids[0, len(item.ids) :].tolist(), start, times[1:])  # the first is the prompt
 
 
 class LlamaCpp(_Peer):
@@ -167,9 +156,8 @@ class LlamaCpp(_Peer):
         )
         if usage.get("prompt_tokens") != len(item.ids):
             raise Unavailable(f"it read {usage.get('prompt_tokens')} tokens of a prompt of {len(item.ids)}")
-        first, gaps = _timed(start, times)
         ids = self._encode("".join(parts), special=False)
-        return Answer(ids, first, gaps, count=int(usage["completion_tokens"]))
+        return Answer.timed(ids, start, times, count=int(usage["completion_tokens"]))
 
 
 class OpenVino(_Peer):
@@ -209,7 +197,7 @@ class OpenVino(_Peer):
         start = time.perf_counter()
         ids = openvino.Tensor(np.array([item.ids], dtype=np.int64))
         found = self._pipe.generate(ids, self._config, Clock())
-        return Answer(list(found.tokens[0]), *_timed(start, times))
+        return Answer.timed(list(found.tokens[0]), start, times)
 
 
 class Vllm(_Peer):
@@ -250,9 +238,6 @@ _ENGINES: dict[str, tuple[str, Callable[[str, str, Given], Method], tuple[str, .
     "openvino": ("openvino_genai", OpenVino, ("pld",)),
     "vllm": ("vllm", Vllm, ("ngram", "suffix")),
 }
-PEERS = tuple(
-    name for engine, (_, _, modes) in _ENGINES.items() for name in (engine, *(f"{engine}:{m}" for m in modes))
-)
 
 
 def build(name: str, given: Given, make: Callable[[str], list[Foretell]]) -> Sequence[Method]:
@@ -265,15 +250,14 @@ def build(name: str, given: Given, make: Callable[[str], list[Foretell]]) -> Seq
     engine, _, mode = name.partition(":")
     if engine not in _ENGINES:
         return make(name)
-    if name not in PEERS:
-        modes = _ENGINES[engine][2]
+    package, kind, modes = _ENGINES[engine]
+    if name != engine and mode not in modes:
         raise InputError(f"{engine} has no mode {mode!r} here", hint=f"one of: {', '.join(modes)}")
-    package, kind, _ = _ENGINES[engine]
     if importlib.util.find_spec(package) is None:
         raise Unavailable(f"{package} is not installed")
     try:
         return [kind(name, mode, given)]
-    except (OSError, ValueError, RuntimeError, ImportError, InputError) as error:
-        with suppress(IndexError):
-            raise Unavailable(str(error).splitlines()[0]) from error
-        raise Unavailable(type(error).__name__) from error
+    except InputError:  # what the user gave is wrong, not what this machine lacks
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise Unavailable(str(error).strip().partition("\n")[0] or type(error).__name__) from error

@@ -69,5 +69,6 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
         axis.set_xticks(range(len(tasks)), tasks, rotation=30, ha="right", fontsize=7)
         axis.set_title(f"batch {batch}", fontsize=9)
         axis.set_ylabel("speed, plain = 1")
-        axis.legend(fontsize=7)
+        if methods:
+            axis.legend(fontsize=7)
     fig.savefig(path)

@@ -82,6 +82,7 @@ class Log:
                     "item": item.id,
                     "ids": answer.token_ids,
                     "count": answer.count,
+                    "first": answer.first,
                     "first_s": answer.first_s,
                     "gaps_s": [round(gap, 6) for gap in answer.gaps_s],
                     "stats": None if answer.stats is None else answer.stats.counters(),
@@ -175,15 +176,20 @@ def summarise(log: Log) -> list[dict[str, Any]]:
         tasks = list(dict.fromkeys(c["task"] for c in here))
         for task in [*tasks, "overall"] if len(tasks) > 1 else tasks:
             part = [c for c in here if task in (c["task"], "overall")]
-            first = next((c["method"] for c in part if c["method"].startswith(PLAIN)), PLAIN)
+            first = next((c["method"] for c in part if _plain(c["method"])), PLAIN)
             for method in dict.fromkeys(c["method"] for c in part):
                 own = [c for c in part if c["method"] == method]
                 head = {"method": method, "task": task, "batch": batch, "temperature": temperature}
                 reference = [c for c in part if c["method"] == own[0]["reference"]]
-                ours = own[0]["reference"].startswith(PLAIN)
-                plain = reference if ours else [c for c in part if c["method"] == first]
+                base = own[0]["reference"] if _plain(own[0]["reference"]) else first
+                plain = [c for c in part if c["method"] == base]
                 out.append({**head, **_row(own, plain, reference)})
     return out
+
+
+def _plain(name: str) -> bool:
+    """Whether that is our plain method, on some weights."""
+    return name.partition(" ")[0] == PLAIN
 
 
 def _row(
@@ -222,11 +228,11 @@ def _row(
 
 
 def _decoding(own: Sequence[Mapping[str, Any]]) -> float | None:
-    """Tokens per second behind the first token of each answer: without the reading of prompts. In a batch,
+    """Tokens per second behind what came first of each answer: without the reading of prompts. In a batch,
     time counts from the last first token."""
     by_group: dict[str, list[tuple[int, float]]] = {}
     for cell in own:
-        tokens = sum(a["count"] - 1 for a in cell["answers"])
+        tokens = sum(a["count"] - a["first"] for a in cell["answers"])
         seconds = cell["seconds"] - max(a["first_s"] for a in cell["answers"])
         by_group.setdefault(cell["key"].rpartition("|")[0], []).append((tokens, seconds))
     tokens = sum(same[0][0] for same in by_group.values())

@@ -90,12 +90,13 @@ def run(
     files = _files(gguf or [], models)
     settings = bench.Settings(tuple(batch or [1]), tuple(temperature or [0.0]), repeats)
     prompts = tasks.load(task or ["demo"], per_task)
-    wanted = _Wanted(list(dict.fromkeys(["plain", *(method or ["auto"])])), kinds, device, max_tokens)
-    peers = assistant, assistant_gguf, kv_tokens
+    names = list(dict.fromkeys(["plain", *(method or ["auto"])]))
+    _check_files(names, assistant, assistant_gguf, bool(gguf))
+    wanted = _Wanted(names, kinds, device, max_tokens, kv_tokens, assistant, assistant_gguf)
     rows = [
         {"model": name, **row}
         for name in models
-        for row in _measure(out, name, files.get(name), wanted, settings, prompts, peers)
+        for row in _measure(out, name, files.get(name), wanted, settings, prompts)
     ]
     _write(out, {"models": models, "weights": kinds, "prompts": len(prompts), "repeats": repeats}, rows)
     if as_json:
@@ -115,6 +116,9 @@ class _Wanted:
     weights: list[str]
     device: str
     max_tokens: int
+    kv_tokens: int | None
+    assistant: str | None
+    assistant_gguf: Path | None
 
 
 def _files(given: list[Path], models: list[str]) -> dict[str, Path]:
@@ -132,6 +136,23 @@ def _files(given: list[Path], models: list[str]) -> dict[str, Path]:
     return found
 
 
+def _check_files(names: list[str], assistant: str | None, assistant_gguf: Path | None, gguf: bool) -> None:
+    """Warns of options that no method reads.
+
+    Raises:
+        InputError: the assistant's file is not there.
+    """
+    if assistant_gguf is not None and not assistant_gguf.is_file():
+        raise InputError(f"--assistant-gguf: there is no file {assistant_gguf}")
+    for option, given, readers in (
+        ("--assistant", assistant is not None, {"transformers:assistant"}),
+        ("--assistant-gguf", assistant_gguf is not None, {"llama.cpp:draft"}),
+        ("--gguf", gguf, {name for name in names if name.partition(":")[0] in ("llama.cpp", "openvino")}),
+    ):
+        if given and not readers & set(names):
+            stderr().print(f"{option} has no effect: no method reads it", style="yellow")
+
+
 def _measure(
     out: Path,
     model: str,
@@ -139,7 +160,6 @@ def _measure(
     wanted: _Wanted,
     settings: Settings,
     prompts: list[Prompt],
-    peers: tuple[str | None, Path | None, int | None],
 ) -> list[dict[str, Any]]:
     """All methods on one model; what is finished is kept in a log of its own."""
     from foretell.api import LLM
@@ -148,7 +168,6 @@ def _measure(
     from foretell.bench.methods import Foretell
     from foretell.bench.peers import Given
 
-    assistant, assistant_gguf, kv_tokens = peers
     with model_progress() as progress:
         llms = {
             kind: LLM(model, drafter="none", weights=kind, device=wanted.device, report=progress)
@@ -158,11 +177,11 @@ def _measure(
     items = tasks.encode(llm, prompts, wanted.max_tokens)
     longest = max(len(item.ids) + item.max_tokens for item in items) + 64
     most = max(settings.batches)
-    given = Given(llm.loaded, longest, gguf, assistant, assistant_gguf)
+    given = Given(llm.loaded, longest, gguf, wanted.assistant, wanted.assistant_gguf)
 
     def ours(name: str) -> list[Foretell]:
         labels = {kind: kind if len(llms) > 1 else "" for kind in llms}
-        room = kv_tokens or longest * most
+        room = wanted.kv_tokens or longest * most
         return [Foretell(name, llms[kind], most, room, labels[kind]) for kind in llms]
 
     methods = _methods(wanted.methods, given, ours)

@@ -157,11 +157,12 @@ def _once(model: TargetModel, arena: KVArena, context: int, rows: int) -> float:
 def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:
     """The table of this machine and model: from the cache, else measured and kept there.
 
-    Sets torch's threads to the number that was fastest, on a CPU and unless OMP_NUM_THREADS says how many.
+    Sets torch's threads to the number that was fastest, on a CPU and unless OMP_NUM_THREADS or
+    `torch.set_num_threads` said how many.
     """
     path = None if folder is None else cache_dir("cost") / f"{_key(model, folder)}.json"
     known = None if path is None else _read(path)
-    ours = model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+    ours = model.device.type == "cpu" and _asked_threads() is None
     threads = known[0] if known else fastest_threads(model) if ours else torch.get_num_threads()
     if ours and threads != torch.get_num_threads():
         _log.info("%d threads are used: faster than %d here", threads, torch.get_num_threads())
@@ -174,6 +175,12 @@ def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:
     return table
 
 
+def _asked_threads() -> str | None:
+    """How many threads somebody has asked for; None = nobody."""
+    now = torch.get_num_threads()
+    return os.environ.get("OMP_NUM_THREADS") or (None if now == _THREADS else str(now))
+
+
 def _key(model: TargetModel, folder: Path) -> str:
     """Everything that moves a step's time: machine, threads, device, code, weights."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
@@ -181,7 +188,7 @@ def _key(model: TargetModel, folder: Path) -> str:
         platform.node(),
         device,
         os.cpu_count(),
-        os.environ.get("OMP_NUM_THREADS"),
+        _asked_threads(),
         torch.__version__,
         model.impl,
         model.weights,
