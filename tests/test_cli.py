@@ -454,11 +454,43 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     assert all(row["lossless"] for row in rows)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "run.json",
-        "run.jsonl",
+        "run.tiny.gguf.jsonl",
         "run.md",
-        "run.png",
+        "run.tiny.gguf.png",
     }
     assert foretell(*run, "--max-tokens", "11", *where)[0] == 2, "another measurement lies there"
+    code, _, err = foretell(*run, "--gguf", "/nowhere.gguf", "--out", str(tmp_path / "other"))
+    assert code == 2
+    assert "no file /nowhere.gguf" in err
+    code, _, err = foretell(*run, *["--gguf", gguf_model] * 2, "--out", str(tmp_path / "other"))
+    assert code == 2
+    assert "2 files are given with --gguf for 1 models" in err
+    both = ["--weights", "fp32", "--weights", "int8", "--out", str(tmp_path / "both")]
+    code, out, _ = foretell("bench", "run", *args[:2], "--max-tokens", "12", "--json", *both)
+    assert code == 0
+    assert {row["method"]: row["lossless"] for row in map(json.loads, out.splitlines())} == {
+        f"{m} {w}": True for m in ("plain", "auto") for w in ("fp32", "int8")
+    }
+    adapt = ("bench", "adapt", *args[:2], "--max-tokens", "20", "--json", "--out", str(tmp_path))
+    code, out, _ = foretell(*adapt)
+    assert code == 0
+    assert set(json.loads(out)["speed_to_plain"]) == {"edits", "first_30_steps_of_free_text", "free_text"}
+    assert (tmp_path / "adapt.png").stat().st_size > 5000
+    code, _, err = foretell("bench", "adapt", *args[:2], "--max-tokens", "1", "--out", str(tmp_path))
+    assert code == 2
+    assert "the answers are too short" in err
+    other = [*run, "--assistant-gguf", "/nowhere.gguf", "--out", str(tmp_path / "other")]
+    code, _, err = foretell(*other)
+    assert code == 2
+    assert "--assistant-gguf: there is no file" in err
+    peers = ["--method", "transformers:assistant", "--assistant", "nowhere", "--max-tokens", "4"]
+    code, _, err = foretell("bench", "run", *args[:2], *peers, "--out", str(tmp_path / "other"))
+    assert code == 2, "a wrong name is an error, not a peer that is missing"
+    assert "unknown model 'nowhere'" in err
+    plain = ["--method", "none", "--assistant", "x", "--max-tokens", "4", "--out", str(tmp_path / "third")]
+    code, _, err = foretell("bench", "run", *args[:2], *plain)
+    assert code == 0
+    assert "--assistant has no effect" in err
     drafters = ("bench", "drafters", *args, "--per-task", "1", "--json", "--out", str(tmp_path))
     code, out, _ = foretell(*drafters)
     rows = [json.loads(line) for line in out.splitlines()]
@@ -550,7 +582,6 @@ def test_bad_plans(args, message, foretell):
         (("--drafter", "suffix", "--drafter-opt", "factor"), "must look like KEY=VALUE"),
         (("--drafter", "suffix", "--drafter-opt", "factor=x"), "factor must be a number"),
         (("--drafter", "suffix", "--drafter-opt", "factor=inf"), "factor must be a number"),
-        (("--drafter", "suffix", "--drafter-opt", "tree=maybe"), "tree must be true or false"),
         (("--drafter", "suffix", "--drafter-opt", "depth=2", "--drafter-opt", "depth=3"), "is given twice"),
         (("--drafter", "lookahead", "--drafter-opt", "ngram=2"), "ngram must be at least 3"),
         (("--drafter", "eagle3:/nowhere", "--drafter-opt", "layer_ids=x"), "layer_ids must be one of"),

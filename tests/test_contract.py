@@ -72,7 +72,7 @@ CASES = [
     "none",
     "ngram min_n=1 branches=3",
     "suffix",
-    "suffix tree=true min_prob=0.01 factor=4",
+    "suffix min_prob=0.01 factor=9",
     "lookahead",
     "lookahead window=2 ngram=3 guesses=2 prompt=no",
     "medusa",

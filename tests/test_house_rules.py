@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
     "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse"},
-    "bench": SHARED | {"api", "engine", "models", "attention", "drafters", "sampling"},
+    "bench": SHARED | {"api", "engine", "planner", "models", "attention", "drafters", "sampling"},
     "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tracemalloc
 from dataclasses import dataclass
@@ -115,7 +116,10 @@ def started(tokens: list[int], ends=(), **options) -> tuple[SuffixDrafter, Reque
 
 def test_drafts_by_hand():
     tree, score = draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3]))
-    assert (tree.tokens, score) == ((4, 5, 9, 1, 2, 3), 6.0), "three tokens match, so six are drafted"
+    assert tree.tokens == (4, 5, 9, 1, 2, 3, 4, 5, 9, 1, 2, 3), "three tokens match, so twelve are drafted"
+    chances = [math.prod(n / (n + 1.7) for n in range(3, 4 + depth)) for depth in range(12)]
+    assert tree.confidence == pytest.approx(chances), "the longer the context, the likelier it goes on so"
+    assert score == pytest.approx(sum(chances))
     assert draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3], factor=1.0, offset=-1.0))[0].tokens == (4, 5)
     assert draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3]), budget=1)[0].tokens == (4,)
     assert draft(*started([1, 2, 3, 4, 5, 9, 1, 2, 3], ends=[5]))[0].tokens == (4, 5), (
@@ -127,15 +131,17 @@ def test_drafts_by_hand():
 def test_probabilities_decide_how_far():
     """After 1 2 came 3 twice and 4 once; after that, always 5 or 6."""
     text = [1, 2, 3, 5, 0, 1, 2, 4, 6, 7, 1, 2, 3, 5, 8, 1, 2]
-    tree, score = draft(*started(text, min_prob=0.5, levels=1))
-    assert tree.tokens[:2] == (3, 5)
-    assert score == pytest.approx(2 / 3 + 2 / 3, abs=1e-9), "what followed 3 5 came once in three"
-    assert not len(draft(*started(text, min_prob=0.7, levels=1))[0])
-    tree, score = draft(*started(text, min_prob=0.3, tree=True, levels=1, factor=3.0))
-    paths = [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))]
-    assert paths[:2] == [(3,), (3, 5)], "the likeliest first"
-    assert {(4,), (3, 5, 0)} < set(paths), "one in three each"
-    assert score == pytest.approx(2 / 3 * 2 + 1 / 3 * 4), "six nodes"
+    two, three = 2 / 3.7, 3 / 4.7  # what a context of so many tokens is worth
+    tree, score = draft(*started(text, min_prob=2 / 3 * two * three, levels=1))
+    assert tree.tokens == (3, 5), "what followed 3 5 came once in three"
+    assert score == pytest.approx(2 / 3 * two * (1 + three))
+    assert not len(draft(*started(text, min_prob=0.37, levels=1))[0])
+    tree, score = draft(*started(text, min_prob=0.08, levels=1))
+    found = {tuple(tree.tokens[i] for i in tree.path(n)): tree.confidence[n] for n in range(len(tree))}
+    assert list(found)[:2] == [(3,), (3, 5)], "the likeliest first"
+    assert found[4,] == pytest.approx(1 / 3 * two)
+    assert found[3, 5, 0] == pytest.approx(1 / 3 * two * three * 4 / 5.7)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
 def test_what_other_requests_said_is_drafted_too():

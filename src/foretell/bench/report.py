@@ -8,13 +8,15 @@ from typing import Any
 
 from foretell.bench.plots import figure
 
-_COLUMNS = (
+COLUMNS = (
     ("method", "method"),
     ("tokens_per_s", "tokens/s"),
     ("ratio_to_plain", "to plain"),
+    ("decode_tokens_per_s", "decoding"),
+    ("decode_ratio", "decoding to plain"),
     ("al", "AL"),
     ("tokens_per_step", "tokens/step"),
-    ("overhead_c", "overhead c"),
+    ("overhead_c", "c"),
     ("ttft_s", "TTFT s"),
     ("itl_ms", "ITL ms"),
     ("lossless", "lossless"),
@@ -22,19 +24,23 @@ _COLUMNS = (
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """A table per batch size, temperature and task; wins and losses alike."""
+    """A table per model, batch size, temperature and task; wins and losses alike."""
     lines = ["# Results", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
-    for batch, temperature in dict.fromkeys((r["batch"], r["temperature"]) for r in rows):
-        lines += ["", f"## Batch {batch}, temperature {temperature:g}"]
-        here = [r for r in rows if (r["batch"], r["temperature"]) == (batch, temperature)]
+    for model, batch, temperature in dict.fromkeys(map(_part, rows)):
+        lines += ["", f"## {model}, batch {batch}, temperature {temperature:g}"]
+        here = [r for r in rows if _part(r) == (model, batch, temperature)]
         for task in dict.fromkeys(r["task"] for r in here):
-            lines += ["", f"### {task}", "", "| " + " | ".join(title for _, title in _COLUMNS) + " |"]
-            lines.append("|---" * len(_COLUMNS) + "|")
+            lines += ["", f"### {task}", "", "| " + " | ".join(title for _, title in COLUMNS) + " |"]
+            lines.append("|---" * len(COLUMNS) + "|")
             for row in here:
                 if row["task"] == task:
-                    lines.append("| " + " | ".join(cell(row[key]) for key, _ in _COLUMNS) + " |")
+                    lines.append("| " + " | ".join(cell(row[key]) for key, _ in COLUMNS) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _part(row: Mapping[str, Any]) -> tuple[str, int, float]:
+    return row["model"], row["batch"], row["temperature"]
 
 
 def cell(value: Any) -> str:
@@ -63,5 +69,6 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
         axis.set_xticks(range(len(tasks)), tasks, rotation=30, ha="right", fontsize=7)
         axis.set_title(f"batch {batch}", fontsize=9)
         axis.set_ylabel("speed, plain = 1")
-        axis.legend(fontsize=7)
+        if methods:
+            axis.legend(fontsize=7)
     fig.savefig(path)

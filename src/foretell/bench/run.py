@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from foretell.bench.items import Item
-from foretell.bench.methods import Answer, Method
+from foretell.bench.methods import PLAIN, Answer, Method, Unavailable
 from foretell.errors import InputError
 from foretell.types import SamplingParams, StepStats
-
-PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +64,14 @@ class Log:
         else:
             path.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
 
-    def add(self, cell: Cell, seconds: float, items: Sequence[Item], answers: Sequence[Answer]) -> None:
+    def add(
+        self, cell: Cell, method: Method, seconds: float, items: Sequence[Item], answers: Sequence[Answer]
+    ) -> None:
         """Appends a finished cell."""
         value = {
             "key": cell.key,
             "method": cell.method,
+            "reference": method.reference,
             "batch": cell.batch,
             "temperature": cell.temperature,
             "task": items[0].task,
@@ -80,6 +81,8 @@ class Log:
                 {
                     "item": item.id,
                     "ids": answer.token_ids,
+                    "count": answer.count,
+                    "first": answer.first,
                     "first_s": answer.first_s,
                     "gaps_s": [round(gap, 6) for gap in answer.gaps_s],
                     "stats": None if answer.stats is None else answer.stats.counters(),
@@ -113,8 +116,8 @@ def cells(
 ) -> Iterator[tuple[Cell, list[Item]]]:
     """Every cell in the order of measuring: methods in turn, so that a drift of the machine hits all."""
     for batch in settings.batches:
-        able = [m.name for m in methods if batch == 1 or m.batches]
         for temperature in settings.temperatures:
+            able = [m.name for m in methods if (batch == 1 or m.batches) and (m.samples or not temperature)]
             for repeat in range(settings.repeats):
                 for number, group in enumerate(groups(items, batch)):
                     shift = (number + repeat) % len(able)
@@ -129,33 +132,43 @@ def measure(
     log: Log,
     clock: Callable[[], float],
     on_cell: Callable[[], None],
-) -> None:
-    """Measures what the log does not hold yet. Each method warms up on a few tokens first."""
+) -> dict[str, str]:
+    """Measures what the log does not hold yet. Each method warms up on a few tokens first.
+
+    Returns:
+        method -> reason, of those that turned out not to work here.
+    """
     by_name = {method.name: method for method in methods}
-    warm: set[str] = set()
+    lost: dict[str, str] = {}
     sessions: dict[str, tuple[int, float, int]] = {}
     for cell, group in cells(methods, items, settings):
-        if cell.key not in log.cells:
+        if cell.key not in log.cells and cell.method not in lost:
             method = by_name[cell.method]
             params = SamplingParams(
                 temperature=cell.temperature, seed=settings.seed if cell.temperature else None
             )
-            if cell.method not in warm:
-                short = Item(items[0].id, items[0].task, items[0].ids, min(8, items[0].max_tokens))
-                method.answer([short], params)
-                warm.add(cell.method)
             session = cell.batch, cell.temperature, cell.repeat
-            if sessions.get(cell.method) != session:
-                method.begin()  # a repetition must not find the answers of the one before
-                sessions[cell.method] = session
-            start = clock()
-            answers = method.answer(group, params)
-            log.add(cell, clock() - start, group, answers)
+            try:
+                if cell.method not in sessions:
+                    short = Item(items[0].id, items[0].task, items[0].ids, min(8, items[0].max_tokens))
+                    method.answer([short], params)
+                if sessions.get(cell.method) != session:
+                    method.begin()  # a repetition must not find the answers of the one before
+                    sessions[cell.method] = session
+                start = clock()
+                answers = method.answer(group, params)
+                log.add(cell, method, clock() - start, group, answers)
+            except Unavailable as reason:
+                lost[cell.method] = str(reason)
         on_cell()
+    return lost
 
 
 def summarise(log: Log) -> list[dict[str, Any]]:
-    """One object per batch size, temperature, task and method, and one over all tasks."""
+    """One object per batch size, temperature, task and method, and one over all tasks.
+
+    Ratios are to plain decoding with the same weights; another engine's, to our first plain method.
+    """
     found = list(log.cells.values())
     out = []
     for batch, temperature in dict.fromkeys((c["batch"], c["temperature"]) for c in found):
@@ -163,22 +176,20 @@ def summarise(log: Log) -> list[dict[str, Any]]:
         tasks = list(dict.fromkeys(c["task"] for c in here))
         for task in [*tasks, "overall"] if len(tasks) > 1 else tasks:
             part = [c for c in here if task in (c["task"], "overall")]
-            plain = [c for c in part if c["method"] == PLAIN]
+            first = next((c["method"] for c in part if _plain(c["method"])), PLAIN)
             for method in dict.fromkeys(c["method"] for c in part):
                 own = [c for c in part if c["method"] == method]
                 head = {"method": method, "task": task, "batch": batch, "temperature": temperature}
-                out.append({**head, **_row(own, plain, _reference(method, part))})
+                reference = [c for c in part if c["method"] == own[0]["reference"]]
+                base = own[0]["reference"] if _plain(own[0]["reference"]) else first
+                plain = [c for c in part if c["method"] == base]
+                out.append({**head, **_row(own, plain, reference)})
     return out
 
 
-def _reference(method: str, part: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The runs whose answers a method's must equal: the same engine's plain mode."""
-    engine = method.split(" ")[0]
-    names = {c["method"] for c in part}
-    plain = engine if engine in names and engine != method.split("@")[0] else PLAIN
-    if engine == "transformers":
-        plain = engine
-    return [c for c in part if c["method"] == plain]
+def _plain(name: str) -> bool:
+    """Whether that is our plain method, on some weights."""
+    return name.partition(" ")[0] == PLAIN
 
 
 def _row(
@@ -194,11 +205,14 @@ def _row(
     same = [a["ids"] == wanted[a["item"]] for a in answers if a["item"] in wanted]
     gaps = sorted(gap for a in answers for gap in a["gaps_s"])
     ratio = None if base is None else speed / base
+    decoding, decoding_plain = _decoding(own), _decoding(plain)
     per_step = stats.emitted / stats.steps if stats else None
     return {
         "tokens_per_s": round(speed, 3),
         "spread": [round(low, 3), round(high, 3)],
         "ratio_to_plain": None if ratio is None else round(ratio, 4),
+        "decode_tokens_per_s": None if decoding is None else round(decoding, 3),
+        "decode_ratio": round(decoding / decoding_plain, 4) if decoding and decoding_plain else None,
         "al": round(stats.al, 4) if stats else None,
         "tokens_per_step": None if per_step is None else round(per_step, 4),
         "overhead_c": round(per_step / ratio - 1, 4) if per_step and ratio else None,
@@ -213,12 +227,25 @@ def _row(
     }
 
 
+def _decoding(own: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per second behind what came first of each answer: without the reading of prompts. In a batch,
+    time counts from the last first token."""
+    by_group: dict[str, list[tuple[int, float]]] = {}
+    for cell in own:
+        tokens = sum(a["count"] - a["first"] for a in cell["answers"])
+        seconds = cell["seconds"] - max(a["first_s"] for a in cell["answers"])
+        by_group.setdefault(cell["key"].rpartition("|")[0], []).append((tokens, seconds))
+    tokens = sum(same[0][0] for same in by_group.values())
+    seconds = sum(statistics.median(s for _, s in same) for same in by_group.values())
+    return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+
 def _speed(own: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Tokens per second from the medians of the repeats, and over the fastest and slowest of them."""
     by_group: dict[str, list[Mapping[str, Any]]] = {}
     for cell in own:
         by_group.setdefault(cell["key"].rpartition("|")[0], []).append(cell)
-    tokens = sum(sum(len(a["ids"]) for a in same[0]["answers"]) for same in by_group.values())
+    tokens = sum(sum(a["count"] for a in same[0]["answers"]) for same in by_group.values())
     times = [[c["seconds"] for c in same] for same in by_group.values()]
     middle = sum(statistics.median(t) for t in times)
     return tokens / middle, tokens / sum(map(max, times)), tokens / sum(map(min, times))

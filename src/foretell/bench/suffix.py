@@ -44,14 +44,12 @@ class Cost:
     """Microseconds per token of history around `history` tokens: `read` alone, and with a draft proposed
     every four tokens (`total`)."""
 
-    mode: str
     history: int
     read: float
     total: float
 
     def to_json(self) -> dict[str, object]:
         return {
-            "mode": self.mode,
             "history": self.history,
             "read_us_per_token": round(self.read, 2),
             "total_us_per_token": round(self.total, 2),
@@ -88,17 +86,14 @@ def text_tokens(tokenizer: Tokenizer, count: int) -> list[int]:
 
 def costs(tokens: Sequence[int], on_step: Callable[[], None]) -> Iterator[Cost]:
     """Reads the text in steps of four tokens, with and without proposing; medians of windows."""
-    for mode, options in (("path", SuffixOptions()), ("tree", SuffixOptions(tree=True))):
-        times = {propose: _walk(tokens, options, propose, on_step) for propose in (0, 16)}
-        for history in HISTORIES:
-            yield Cost(mode, history, times[0][history], times[16][history])
+    times = {budget: _walk(tokens, budget, on_step) for budget in (0, 16)}
+    for history in HISTORIES:
+        yield Cost(history, times[0][history], times[16][history])
 
 
-def _walk(
-    tokens: Sequence[int], options: SuffixOptions, budget: int, on_step: Callable[[], None]
-) -> dict[int, float]:
+def _walk(tokens: Sequence[int], budget: int, on_step: Callable[[], None]) -> dict[int, float]:
     """Microseconds per token over the last 512 tokens before each history length."""
-    drafter = SuffixDrafter(options)
+    drafter = SuffixDrafter(SuffixOptions())
     request = _Request(0, list(tokens[:512]))
     drafter.start(request)
     plans = [StepPlan(budget, "measured")]
@@ -148,13 +143,9 @@ def _resident() -> int:
 def plot(found: Sequence[Cost], path: Path) -> None:
     """Cost per token against history."""
     fig, axis = figure("suffix drafter: cost per token")
-    for mode in dict.fromkeys(cost.mode for cost in found):
-        own = [cost for cost in found if cost.mode == mode]
-        axis.plot(
-            [c.history for c in own], [c.total for c in own], marker="o", label=f"read and propose, {mode}"
-        )
-    own = [cost for cost in found if cost.mode == "path"]
-    axis.plot([c.history for c in own], [c.read for c in own], marker="o", linestyle=":", label="read")
+    histories = [cost.history for cost in found]
+    axis.plot(histories, [cost.total for cost in found], marker="o", label="read and propose")
+    axis.plot(histories, [cost.read for cost in found], marker="o", linestyle=":", label="read")
     axis.axhline(50, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_ylim(0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretell.cli import bench_drafters, bench_run, bench_weights
+from foretell.cli import bench_adapt, bench_drafters, bench_run, bench_weights
 from foretell.cli import options as opt
 from foretell.cli.console import model_progress, print_json, progress_bar, stderr, stdout
 from foretell.cli.results import OUT, OutOpt, result_folder, save
@@ -23,6 +23,7 @@ app.command()(bench_drafters.drafters)
 app.command()(bench_drafters.suffix)
 app.command()(bench_weights.weights)
 app.command()(bench_run.run)
+app.command()(bench_adapt.adapt)
 RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 
 

@@ -123,7 +123,7 @@ def suffix(
         tokenizer = Tokenizer(locate(model, report))
     tokens = bench.text_tokens(tokenizer, 400_000)
     with progress_bar() as bar:
-        task = bar.add_task("reading", total=4 * len(bench.HISTORIES))
+        task = bar.add_task("reading", total=2 * len(bench.HISTORIES))
         found = list(bench.costs(tokens, lambda: bar.advance(task)))
         fill = bar.add_task("finished requests", total=requests)
         used = bench.memory(tokens, requests, pool_mb, lambda: bar.advance(fill))
@@ -136,14 +136,10 @@ def suffix(
     from rich.table import Table
 
     table = Table(title="suffix drafter, microseconds per token")
-    for name in (
-        "tokens of history",
-        *(f"{c.mode}: {what}" for c in found[:: len(bench.HISTORIES)] for what in ("read", "read + propose")),
-    ):
+    for name in ("tokens of history", "read", "read + propose"):
         table.add_column(name, justify="right")
-    for history in bench.HISTORIES:
-        own = [cost for cost in found if cost.history == history]
-        table.add_row(str(history), *(f"{x:.1f}" for cost in own for x in (cost.read, cost.total)))
+    for cost in found:
+        table.add_row(str(cost.history), f"{cost.read:.1f}", f"{cost.total:.1f}")
     stdout().print(table)
     stdout().print(
         f"pool after {used.requests} requests: {used.pool / 1e6:.1f} MB of {used.limit / 1e6:.1f} MB, "

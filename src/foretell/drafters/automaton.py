@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 ROOT = 0
 _NONE = -1
 # upper bounds of what CPython 3.11+ takes, checked by a test
-_BYTES_PER_DICT, _BYTES_PER_ENTRY, _BYTES_PER_KEY = 240, 120, 64
-_SUMMED = 6  # branches whose counts are added up for a share; with more, the context's count stands in
+_BYTES_PER_DICT, _BYTES_PER_ENTRY = 240, 120
+_BRANCHES = 24  # followers of one context that are told apart
 # A repetition of one token makes a chain of suffix links as long as itself; occurrences are counted for
 # so many of the longest contexts, which are the ones that drafts are made from.
 _COUNTED = 32
@@ -31,7 +31,6 @@ class SuffixAutomaton:
         self._token = array("i", [_NONE])  # a state's first transition
         self._target = array("i", [_NONE])
         self._more: dict[int, dict[int, int]] = {}  # and its others
-        self._best: dict[int, int] = {}  # token of a branching state's most frequent transition
         self._entries = 0
         self._last = ROOT
 
@@ -42,8 +41,7 @@ class SuffixAutomaton:
     def nbytes(self) -> int:
         """Memory in bytes, never less than what is really taken."""
         arrays = (self._length, self._link, self._count, self._token, self._target)
-        tables = (self._more, self._best)
-        flat = sum(sys.getsizeof(part) for part in (*arrays, *tables)) + len(self._best) * _BYTES_PER_KEY
+        flat = sum(sys.getsizeof(part) for part in (*arrays, self._more))
         return flat + len(self._more) * _BYTES_PER_DICT + self._entries * _BYTES_PER_ENTRY
 
     def begin(self) -> None:
@@ -65,7 +63,6 @@ class SuffixAutomaton:
             count[state] += 1
             state = link[state]
             left -= 1
-        self._prefer(before, token)
 
     def step(self, state: int, token: int) -> int:
         """The state behind a transition, or -1."""
@@ -81,25 +78,21 @@ class SuffixAutomaton:
             if more := self._more.get(state):
                 yield from more.items()
 
-    def likeliest(self, state: int) -> tuple[int, int, float] | None:
-        """(token, state behind it, its share) of the most frequent continuation; None = never went on."""
-        token, behind = self._token[state], self._target[state]
+    def continuations(self, state: int) -> list[tuple[float, int, int]]:
+        """(share, token, state behind it) of what followed; of very many followers only the most frequent.
+        Empty = the text ended there."""
+        behind = self._target[state]
         if behind == _NONE:
-            return None
-        if (more := self._more.get(state)) is None:
-            return token, behind, 1.0
-        token = self._best.get(state, token)
-        behind = self.step(state, token)
-        best = self._count[behind]
-        if len(more) <= _SUMMED:
-            total = self._count[self._target[state]] + sum(self._count[other] for other in more.values())
-        else:
-            total = self._count[state]  # but for the occurrence at the very end
-        return token, behind, best / max(total, best)
-
-    def branches(self, state: int) -> int:
-        """How many different tokens followed."""
-        return (self._target[state] != _NONE) + len(self._more.get(state, ()))
+            return []
+        more, count = self._more.get(state), self._count
+        if more is None:
+            return [(1.0, self._token[state], behind)]
+        found = [(count[behind], self._token[state], behind)]
+        found += [(count[other], token, other) for token, other in more.items()]
+        total = sum(times for times, _, _ in found)
+        if len(found) > _BRANCHES:
+            found = [max(found)]
+        return [(times / total, token, other) for times, token, other in found]
 
     def count(self, state: int) -> int:
         """How often the state's substrings occurred."""
@@ -117,18 +110,6 @@ class SuffixAutomaton:
     def repeated(self) -> int:
         """The state of the longest suffix of the current text that occurred before."""
         return self.shorter(self._last)
-
-    def _prefer(self, state: int, token: int) -> None:
-        """Keeps the most frequent continuation of every branching context that `token` has just
-        continued."""
-        left, count, best = _COUNTED, self._count, self._best
-        while state > ROOT and left:
-            if state in self._more:
-                known = self.step(state, best.get(state, self._token[state]))
-                if count[self.step(state, token)] > count[known]:
-                    best[state] = token
-            state = self._link[state]
-            left -= 1
 
     def _grow(self, token: int) -> int:
         new = self._add(self._length[self._last] + 1, 0)
@@ -153,8 +134,6 @@ class SuffixAutomaton:
         if more := self._more.get(old):
             self._more[clone] = dict(more)
             self._entries += len(more)
-            if (token_before := self._best.get(old)) is not None:
-                self._best[clone] = token_before
         self._link[old] = clone
         while state != _NONE and self.step(state, token) == old:
             self._connect(state, token, clone)

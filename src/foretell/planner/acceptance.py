@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from foretell.types import DraftTree
 
 _EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.97)  # of confidence given the token before
-_FADE = 0.94  # of a count, per observation in it
+_FADE = 0.98  # of a count, per observation in it
 _IDLE = 0.996  # of every count, per step: what has not been tried for long is tried again
-_WEIGHT = 3.0  # of the prior, in observations
+_TRUST, _GUESS = 10.0, 3.0  # weight of a prior, in observations: a drafter's confidence, and our guess
 _DEEPEST = 64
 _UNKNOWN = 0.55  # prior where a drafter has no opinion
+_SPAN = 20.0  # expected tokens after which half of what a request showed is forgotten
+_OTHERS = 3.0  # weight of the other requests in one request's factor, in tokens
 
 
 @dataclass(slots=True)
@@ -24,12 +26,13 @@ class Share:
     """A share with a prior: `kept` of `seen`."""
 
     prior: float
+    weight: float = _GUESS
     kept: float = 0.0
     seen: float = 0.0
 
     @property
     def mean(self) -> float:
-        return (self.kept + _WEIGHT * self.prior) / (self.seen + _WEIGHT)
+        return (self.kept + self.weight * self.prior) / (self.seen + self.weight)
 
     def observe(self, kept: bool) -> None:
         """One more."""
@@ -57,7 +60,7 @@ class _Origin:
         if place not in self.by_confidence:
             low = _EDGES[place - 1] if place else 0.0
             high = _EDGES[place] if place < len(_EDGES) else 1.0
-            self.by_confidence[place] = Share((low + high) / 2)
+            self.by_confidence[place] = Share((low + high) / 2, _TRUST)
         return self.by_confidence[place]
 
     def at(self, depth: int) -> Share:
@@ -86,7 +89,7 @@ class Acceptance:
     def factor(self, request_id: int) -> float:
         """How much better this request's drafts do than others'."""
         kept, expected = self._factors.get(request_id, (0.0, 0.0))
-        return min(1.5, (kept + 1) / (expected + 1))
+        return min(1.5, (kept + _OTHERS) / (expected + _OTHERS))
 
     def by_depth(self, length: int) -> list[float]:
         """The chance that a draft is kept at least so deep, for depths 1 .. length. Of several drafters it
@@ -104,10 +107,9 @@ class Acceptance:
             return
         known = self._origins.setdefault(tree.origin, _Origin())
         kept, expected = self._factors.get(request_id, (0.0, 0.0))
-        self._factors[request_id] = (
-            0.9 * kept + len(path),
-            0.9 * expected + _expected(self._plain(tree), tree),
-        )
+        promised = _expected(self._plain(tree), tree)
+        keep = _SPAN / (_SPAN + promised)
+        self._factors[request_id] = keep * kept + len(path), keep * expected + promised
         accepted = {-1, *path}
         reached: set[int] = set()
         for node, parent in enumerate(tree.parents):

@@ -1,5 +1,5 @@
-"""What a step costs by the rows it verifies: measured at load, kept per machine and model, refined while
-running.
+"""What a step costs by the rows it verifies, and how many threads make it fastest: measured at load, kept
+per machine and model, refined while running.
 
 Shape suffixes: T rows.
 """
@@ -28,9 +28,12 @@ from foretell.paths import cache_dir
 
 _log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 32)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _CONTEXT = 128
 _SECONDS = 2.0  # that a measurement may take
+_THREAD_ROUNDS = 4
+_THREADS = torch.get_num_threads()  # what torch would use on this machine
+_FEWER = 0.85  # of the time of more threads, at which fewer are chosen
 _MEMORY = 0.9  # weight of the past in a refined entry, per step
 
 
@@ -98,9 +101,7 @@ class CostTable:
 def measure(model: TargetModel, rows: Sequence[int] = ROWS, seconds: float = _SECONDS) -> CostTable:
     """Times steps behind 128 tokens, sizes in turn, until `seconds` are over; each size at least once."""
     rows = [count for count in rows if count < model.max_context] or [1]
-    context = max(1, min(_CONTEXT, model.max_context - max(rows) - 1))
-    arena = model.new_arena(context + max(rows))
-    model.forward(pack([Segment(0, 0, [0] * context)], arena))
+    arena, context = _prepared(model, max(rows))
     times: dict[int, list[float]] = {count: [] for count in rows}
     end = time.perf_counter() + seconds
     rounds = 0
@@ -114,6 +115,37 @@ def measure(model: TargetModel, rows: Sequence[int] = ROWS, seconds: float = _SE
     return CostTable({c: statistics.median(t[1:] or t) for c, t in times.items()})
 
 
+def fastest_threads(model: TargetModel) -> int:
+    """How many of torch's threads make a plain step fastest: all, half of them, a quarter ... one.
+
+    Small models are slower on many cores than on few. Leaves torch's setting as it was.
+    """
+    before = torch.get_num_threads()
+    counts = [_THREADS >> shift for shift in range(_THREADS.bit_length())]
+    arena, context = _prepared(model, 1)
+    times = dict.fromkeys(counts, math.inf)
+    try:
+        for _ in range(_THREAD_ROUNDS):
+            for count in counts:
+                torch.set_num_threads(count)
+                times[count] = min(times[count], _once(model, arena, context, 1))
+    finally:
+        torch.set_num_threads(before)
+    best = _THREADS
+    for count in counts:
+        if times[count] < _FEWER * times[best]:
+            best = count
+    return best
+
+
+def _prepared(model: TargetModel, rows: int) -> tuple[KVArena, int]:
+    """An arena that holds a context, and the context's length, with room for so many rows."""
+    context = max(1, min(_CONTEXT, model.max_context - rows - 1))
+    arena = model.new_arena(context + rows)
+    model.forward(pack([Segment(0, 0, [0] * context)], arena))
+    return arena, context
+
+
 def _once(model: TargetModel, arena: KVArena, context: int, rows: int) -> float:
     segment = Segment(0, context, [0], [0] * (rows - 1), range(-1, rows - 2))
     start = time.perf_counter()
@@ -123,14 +155,30 @@ def _once(model: TargetModel, arena: KVArena, context: int, rows: int) -> float:
 
 
 def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:
-    """The table of this machine and model: from the cache, else measured and kept there."""
+    """The table of this machine and model: from the cache, else measured and kept there.
+
+    Sets torch's threads to the number that was fastest, on a CPU and unless OMP_NUM_THREADS or
+    `torch.set_num_threads` said how many.
+    """
     path = None if folder is None else cache_dir("cost") / f"{_key(model, folder)}.json"
-    if path is not None and (known := _read(path)) is not None:
-        return CostTable(known)
+    known = None if path is None else _read(path)
+    ours = model.device.type == "cpu" and _asked_threads() is None
+    threads = known[0] if known else fastest_threads(model) if ours else torch.get_num_threads()
+    if ours and threads != torch.get_num_threads():
+        _log.info("%d threads are used: faster than %d here", threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+    if known:
+        return CostTable(known[1])
     table = measure(model)
     if path is not None:
-        _write(path, table.seconds)
+        _write(path, threads, table.seconds)
     return table
+
+
+def _asked_threads() -> str | None:
+    """How many threads somebody has asked for; None = nobody."""
+    now = torch.get_num_threads()
+    return os.environ.get("OMP_NUM_THREADS") or (None if now == _THREADS else str(now))
 
 
 def _key(model: TargetModel, folder: Path) -> str:
@@ -140,7 +188,7 @@ def _key(model: TargetModel, folder: Path) -> str:
         platform.node(),
         device,
         os.cpu_count(),
-        torch.get_num_threads(),
+        _asked_threads(),
         torch.__version__,
         model.impl,
         model.weights,
@@ -151,20 +199,21 @@ def _key(model: TargetModel, folder: Path) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def _read(path: Path) -> dict[int, float] | None:
+def _read(path: Path) -> tuple[int, dict[int, float]] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        table = {int(rows): float(seconds) for rows, seconds in value.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        threads = int(value["threads"])
+        table = {int(rows): float(seconds) for rows, seconds in value["seconds"].items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
-    good = 1 in table and all(0 < s < math.inf for s in table.values())
-    return table if good else None
+    good = threads >= 1 and 1 in table and all(0 < s < math.inf for s in table.values())
+    return (threads, table) if good else None
 
 
-def _write(path: Path, seconds: Mapping[int, float]) -> None:
+def _write(path: Path, threads: int, seconds: Mapping[int, float]) -> None:
     try:
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(seconds), encoding="utf-8")
+        temporary.write_text(json.dumps({"threads": threads, "seconds": seconds}), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         _log.warning("step times are not kept: %s cannot be written: %s", path, error.strerror)

@@ -121,7 +121,7 @@ static void member(void *arg) {
 /* Runs the layers on x[rows, width] in place and writes the normed stream that leaves the last one to h.
  * `next` holds a zero per parallel_for. `threads` must be what the OpenMP runtime really gives. */
 void ft_pass(const pass_t *pass, int threads) {
-  run_t r = {pass, {threads, 0, pass->next}, 0, threads};
+  run_t r = {pass, {.members = threads, .next = pass->next}, 0, threads};
   if (threads < 2 || !ft_gomp_parallel) run(pass, 1);
   else ft_gomp_parallel(member, &r, (unsigned)threads, 0);
 }
