@@ -167,12 +167,16 @@ def test_the_fastest_number_of_threads_is_found_and_kept(decoder, model_folder, 
         load_or_measure(model, folder)
         assert torch.get_num_threads() == 4, "OMP_NUM_THREADS says how many"
         monkeypatch.delenv("OMP_NUM_THREADS")
+        monkeypatch.setattr(cost, "_OURS", {4})
         torch.set_num_threads(3)
         load_or_measure(model, folder)
         assert torch.get_num_threads() == 3, "somebody has chosen"
         torch.set_num_threads(4)
         load_or_measure(model, folder)
         assert torch.get_num_threads() == 2
+        files = sorted((tmp_path / "cost").iterdir())
+        load_or_measure(model, folder)
+        assert sorted((tmp_path / "cost").iterdir()) == files, "what we have set ourselves was not asked for"
         torch.set_num_threads(4)
         monkeypatch.setattr(cost, "_once", None)
         load_or_measure(model, folder)
@@ -184,6 +188,14 @@ def test_the_fastest_number_of_threads_is_found_and_kept(decoder, model_folder, 
 def test_a_model_with_a_tiny_context_is_measured(decoder):
     model = decoder("llama", max_position_embeddings=20)
     assert sorted(measure(model, seconds=0.05).seconds) == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+def test_sizes_that_were_too_slow_to_time_come_from_the_roofline(decoder, monkeypatch):
+    model = decoder("llama")
+    monkeypatch.setattr(cost, "_once", lambda *_: 7.0)
+    monkeypatch.setattr(cost, "_head_seconds", lambda _, rows: {1: 1.0, 32: 8.0}[rows])
+    table = measure(model, (1, 2, 4, 8, 16), seconds=-1.0).seconds
+    assert table == {1: 7.0, 2: 7.0, 4: 7.0, 8: 14.0, 16: 28.0}, "4 rows compute while the weights are read"
 
 
 # ---- choosing ---------------------------------------------------------------------------------------
@@ -228,6 +240,8 @@ def test_what_is_chosen_is_the_best_prefix_of_the_likeliest(alpha, sizes, seed):
     def rate(k: int) -> float:
         return (len(sizes) + sum(chances[:k])) / plan.cost(len(sizes) + k)
 
+    least = plan.plan(requests)[0].worth * 2  # the drafters are given half of it
+    assert all(c > least - 1e-9 for c in chances[:count]), "what is not worth drafting is never chosen"
     best = max(rate(k) for k in range(len(chances) + 1))
     assert rate(count) == pytest.approx(best) or (count == 0 and best < 1.011 * rate(0))
     for before, after in zip(trees, kept, strict=True):
@@ -323,7 +337,9 @@ def test_a_costly_drafter_that_pays_is_used_as_long_as_it_pays():
 def test_limits_of_a_plan():
     assert planner().plan([Request(remaining=1)])[0].draft_tokens == 0
     assert planner().plan([Request(remaining=4)])[0].draft_tokens == 3
-    assert planner(max_draft=5).plan([Request()])[0] == StepPlan(5, "drafting is free")
+    assert planner(max_draft=5).plan([Request()])[0] == StepPlan(
+        5, "drafting is free", worth=pytest.approx(0.05)
+    )
     assert FixedPlanner(3).choose([Request()], [tree([0.1])], 1) == [tree([0.1])]
 
 

@@ -144,6 +144,16 @@ def test_probabilities_decide_how_far():
     assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
+def test_what_would_not_be_verified_is_not_drafted():
+    drafter, request = started([1, 2, 3, 1, 2, 4, 1, 2], factor=9)
+    (whole,) = drafter.propose([request], [StepPlan(16, "")])
+    for worth in (0.2, 0.4, 1.1):
+        (tree,) = drafter.propose([request], [StepPlan(16, "", worth=worth)])
+        likely = [t for t, c in zip(whole.tokens, whole.confidence, strict=True) if c >= worth]
+        assert list(tree.tokens) == likely
+    assert len(whole) > 2
+
+
 def test_what_other_requests_said_is_drafted_too():
     drafter, first = started([7, 8])
     first.tokens += [1, 2, 3, 4, 5, 6]

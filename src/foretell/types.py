@@ -271,11 +271,13 @@ class StepPlan:
         draft_tokens: nodes that the draft may have; 0 = none.
         reason: in words.
         free_tokens: nodes that it may have where drafting costs next to nothing, if that is more.
+        worth: nodes that are less likely to be kept would not be verified; a drafter may leave them out.
     """
 
     draft_tokens: int
     reason: str
     free_tokens: int = 0
+    worth: float = 0.0
 
 
 @dataclass(slots=True)

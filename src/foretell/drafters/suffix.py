@@ -146,7 +146,7 @@ class SuffixDrafter:
         for request, plan in zip(requests, plans, strict=True):
             history = self._histories[request.id]
             self._catch_up(history, request.tokens)
-            best = self._best(history, plan.draft_tokens, request.end_ids) if plan.draft_tokens else NOTHING
+            best = self._best(history, plan, request.end_ids) if plan.draft_tokens else NOTHING
             tree = DraftTree(best.tokens, best.parents, confidence=best.confidence)
             out.append((tree, best.score))
         return out
@@ -187,26 +187,27 @@ class SuffixDrafter:
                 cursor.follow(new)
             history.cursors.append(cursor)
 
-    def _best(self, history: _History, budget: int, end_ids: frozenset[int]) -> Continuation:
+    def _best(self, history: _History, plan: StepPlan, end_ids: frozenset[int]) -> Continuation:
         own = history.own
         state = own.repeated
-        best = self._continue(own, state, min(own.length(state), self._options.depth), budget, end_ids)
+        best = self._continue(own, state, min(own.length(state), self._options.depth), plan, end_ids)
         for cursor in history.cursors:
-            other = self._continue(cursor.automaton, *cursor.match(), budget, end_ids)
+            other = self._continue(cursor.automaton, *cursor.match(), plan, end_ids)
             if other.score > best.score:
                 best = other
         return best
 
     def _continue(
-        self, automaton: SuffixAutomaton, state: int, matched: int, budget: int, end_ids: frozenset[int]
+        self, automaton: SuffixAutomaton, state: int, matched: int, plan: StepPlan, end_ids: frozenset[int]
     ) -> Continuation:
         """The best-scoring continuation of a match and of its suffixes; ties go to the longer match."""
         options, best = self._options, NOTHING
+        least = max(options.min_prob, plan.worth)
         for _ in range(options.levels):
-            if state == ROOT:
+            if state == ROOT or _belief(matched) < least:
                 break
-            limit = min(budget, int(options.factor * matched + options.offset))
-            found = _grow(automaton, state, matched, limit, options.min_prob, end_ids)
+            limit = min(plan.draft_tokens, int(options.factor * matched + options.offset))
+            found = _grow(automaton, state, matched, limit, least, end_ids)
             if found.score > best.score:
                 best = found
             if best.score > options.factor * automaton.length(automaton.shorter(state)) + options.offset:

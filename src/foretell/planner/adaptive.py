@@ -9,7 +9,7 @@ Drafts that were sampled are kept whole, because dropping a token by its looks w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foretell.planner.acceptance import Acceptance
 from foretell.planner.base import PlannedRequest, StepReport
@@ -22,6 +22,8 @@ _PROBE = 4  # tokens of a draft that only looks whether drafting pays
 _LOOKS = 3  # such drafts in a row
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps until the next ones
 _MEMORY = 0.9
+_SPANS = (1, 4, 16, 64)  # further rows, of which the mean price is asked
+_MISJUDGED = 0.5  # a node may be worth so much more than its drafter believes
 
 
 @dataclass(slots=True)
@@ -101,7 +103,11 @@ class AdaptivePlanner:
         """How long each draft may be."""
         self._looking = self._waiting and self._rest.tick()
         self._waiting = False
-        plans = [self._length(request, len(requests)) for request in requests]
+        least = _MISJUDGED * self._least_chance(len(requests))
+        plans = [
+            replace(self._length(request, len(requests)), worth=least / self.acceptance.factor(request.id))
+            for request in requests
+        ]
         self._paid = any(plan.draft_tokens for plan in plans)
         return plans
 
@@ -154,6 +160,14 @@ class AdaptivePlanner:
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self.acceptance.forget(request_id)
+
+    def _least_chance(self, batch: int) -> float:
+        """What a node's chance must be, if any is to raise the tokens per second: the cheapest further row's
+        cost, in plain steps of the batch, for each of the batch's tokens."""
+        if not batch or not self.max_draft:
+            return 0.0
+        plain = self.cost(batch)
+        return batch * min((self.cost(batch + count) - plain) / count for count in _SPANS) / plain
 
     def _length(self, request: PlannedRequest, batch: int) -> StepPlan:
         room = min(self.max_draft, request.remaining - 1)

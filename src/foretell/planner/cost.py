@@ -29,10 +29,15 @@ from foretell.paths import cache_dir
 _log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_CONTEXT = 128
+_CONTEXT = 32
 _SECONDS = 2.0  # that a measurement may take
+_ROUNDS = 25
+_HEAD_ROWS, _HEAD_TRIES = 32, 2
 _THREAD_ROUNDS = 4
 _THREADS = torch.get_num_threads()  # what torch would use on this machine
+_OURS = {
+    _THREADS
+}  # numbers of threads that nobody asked for: torch's setting is the process's, and so is this
 _FEWER = 0.85  # of the time of more threads, at which fewer are chosen
 _MEMORY = 0.9  # weight of the past in a refined entry, per step
 
@@ -99,20 +104,36 @@ class CostTable:
 
 
 def measure(model: TargetModel, rows: Sequence[int] = ROWS, seconds: float = _SECONDS) -> CostTable:
-    """Times steps behind 128 tokens, sizes in turn, until `seconds` are over; each size at least once."""
+    """Times steps behind a short context, sizes in turn, until `seconds` are over.
+
+    One row is always timed; sizes whose turn never came (of a model that is slow here) are taken from the
+    roofline.
+    """
     rows = [count for count in rows if count < model.max_context] or [1]
     arena, context = _prepared(model, max(rows))
     times: dict[int, list[float]] = {count: [] for count in rows}
     end = time.perf_counter() + seconds
-    rounds = 0
-    while rounds < 1 or (time.perf_counter() < end and rounds < 25):
-        for count in rows:
-            if rounds and time.perf_counter() > end:
-                break
-            times[count].append(_once(model, arena, context, count))
-        rounds += 1
+    for count in rows * _ROUNDS:
+        if times[rows[0]] and time.perf_counter() > end:
+            break
+        times[count].append(_once(model, arena, context, count))
     # the first round warms up; where it is the only one, it must do
-    return CostTable({c: statistics.median(t[1:] or t) for c, t in times.items()})
+    known = {count: statistics.median(own[1:] or own) for count, own in times.items() if own}
+    return CostTable(_roofline(model, known[rows[0]], rows) | known)
+
+
+def _roofline(model: TargetModel, one: float, rows: Sequence[int]) -> dict[int, float]:
+    """Steps as a step of one row predicts them: it reads every weight once, which is the time of any step
+    until computing takes longer. Bandwidth and FLOP/s are those of the model's head, its largest matrix."""
+    few, many = (min(_head_seconds(model, count) for _ in range(_HEAD_TRIES)) for count in (1, _HEAD_ROWS))
+    return {count: one * max(1.0, count * many / _HEAD_ROWS / few) for count in rows}
+
+
+def _head_seconds(model: TargetModel, rows: int) -> float:
+    hidden_RW = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+    start = time.perf_counter()
+    float(model.head(hidden_RW)[0, 0])  # waits for the device
+    return time.perf_counter() - start
 
 
 def fastest_threads(model: TargetModel) -> int:
@@ -167,6 +188,7 @@ def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:
     if ours and threads != torch.get_num_threads():
         _log.info("%d threads are used: faster than %d here", threads, torch.get_num_threads())
         torch.set_num_threads(threads)
+        _OURS.add(threads)
     if known:
         return CostTable(known[1])
     table = measure(model)
@@ -178,7 +200,7 @@ def load_or_measure(model: TargetModel, folder: Path | None) -> CostTable:
 def _asked_threads() -> str | None:
     """How many threads somebody has asked for; None = nobody."""
     now = torch.get_num_threads()
-    return os.environ.get("OMP_NUM_THREADS") or (None if now == _THREADS else str(now))
+    return os.environ.get("OMP_NUM_THREADS") or (None if now in _OURS else str(now))
 
 
 def _key(model: TargetModel, folder: Path) -> str:
