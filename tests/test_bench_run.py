@@ -14,7 +14,7 @@ from foretell.bench.items import Item
 from foretell.bench.methods import Answer, Unavailable
 from foretell.errors import InputError
 from foretell.planner import CostTable
-from foretell.types import StepStats
+from foretell.stats import StepStats
 
 
 def write(path, records):

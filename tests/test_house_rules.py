@@ -17,10 +17,11 @@ PACKAGE = ROOT / "src" / "foretell"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # who may import whom, by folder or top-level file of the package; everybody may import what is here
-SHARED = {"errors", "paths", "registry", "types", "noise"}
+SHARED = {"errors", "paths", "registry", "types", "stats", "noise"}
 MAY_IMPORT = {
     **{name: {"errors"} for name in ("errors", "paths", "registry", "noise")},
     "types": {"errors"},
+    "stats": {"types"},
     "kernels": SHARED,
     "sampling": SHARED | {"kernels"},
     "cache": SHARED,
@@ -34,7 +35,19 @@ MAY_IMPORT = {
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
     "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse"},
-    "bench": SHARED | {"api", "engine", "planner", "models", "attention", "drafters", "sampling"},
+    "bench": SHARED
+    | {
+        "api",
+        "engine",
+        "planner",
+        "models",
+        "attention",
+        "drafters",
+        "sampling",
+        "sparse",
+        "cache",
+        "kernels",
+    },
     "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }
 

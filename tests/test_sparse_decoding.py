@@ -69,6 +69,9 @@ def test_streaming_equals_a_masked_oracle(name, decoder):
     requests = oracle.run(engine, LONG, GREEDY)
     for request, prompt in zip(requests, LONG, strict=True):
         assert request.output_ids == _streaming_by_mask(name, prompt, GREEDY.max_tokens, 24)
+    assert [r.stats.kv_read for r in requests] == [23 * 24, 23 * 24, 23 + 22 * 24]
+    full = oracle.run(oracle.engine(decoder(name)), LONG, GREEDY)
+    assert [r.stats.kv_read for r in full] == [sum(range(n, n + 23)) for n in map(len, LONG)]
 
 
 @pytest.mark.parametrize("kv", LOSSY)

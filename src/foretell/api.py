@@ -30,7 +30,8 @@ from foretell.models.tokenizer import Message
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
 from foretell.sparse import KV_CHOICES, POLICIES, KVReader, Policy
 from foretell.sparse.policies import LEAST_BUDGET
-from foretell.types import FinishReason, SamplingParams, StepStats
+from foretell.stats import StepStats
+from foretell.types import FinishReason, SamplingParams
 from foretell.verify import RULES, Rule
 
 # text as it is; token ids; or a conversation, which goes through the model's chat template

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from foretell.api import LLM, Completion
 from foretell.bench.items import Item
-from foretell.types import SamplingParams, StepStats
+from foretell.stats import StepStats
+from foretell.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from foretell.api import LLM
 from foretell.bench.items import Item
-from foretell.types import SamplingParams, StepStats
+from foretell.stats import StepStats
+from foretell.types import SamplingParams
 
 PLAIN = "plain"
 

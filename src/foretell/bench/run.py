@@ -12,7 +12,8 @@ from typing import Any
 from foretell.bench.items import Item
 from foretell.bench.methods import PLAIN, Answer, Method, Unavailable
 from foretell.errors import InputError
-from foretell.types import SamplingParams, StepStats
+from foretell.stats import StepStats
+from foretell.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

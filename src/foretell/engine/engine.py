@@ -27,7 +27,8 @@ from foretell.models.base import ForwardOutput, TargetModel
 from foretell.planner import Planner, StepReport
 from foretell.sampling import Sampler
 from foretell.sparse import KVReader
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, SamplingParams, StepStats, Verdict
+from foretell.stats import StepStats
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, SamplingParams, Verdict
 from foretell.verify import Rule
 
 _log = logging.getLogger(__name__)
@@ -266,6 +267,10 @@ class Engine:
                 selected=self._select(request, lease),
             )
             count = 1 + len(tree) if complete else 0
+            if request.emitted:
+                read = lease.length if segment.selected is None else len(segment.selected)
+                request.stats.kv_read += read
+                self.stats.kv_read += read
             work.append(_Work(request, tree, segment, slice(row, row + count)))
             row += count
         return work

@@ -10,7 +10,8 @@ from torch import Tensor
 from foretell.cache import Lease
 from foretell.engine.detokenize import Detokenizer
 from foretell.sampling import Sampler
-from foretell.types import FinishReason, SamplingParams, StepStats
+from foretell.stats import StepStats
+from foretell.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
