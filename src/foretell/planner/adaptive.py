@@ -98,15 +98,17 @@ class AdaptivePlanner:
         self._looking = False  # whether this step's drafts are made only to see whether they pay
         self._paid = False  # whether drafts that cost something were allowed in this step
         self._waiting = True  # whether some request would not have drafted
+        self._prices: list[tuple[float, float]] | None = None
 
     def plan(self, requests: Sequence[PlannedRequest]) -> list[StepPlan]:
         """How long each draft may be."""
         self._looking = self._waiting and self._rest.tick()
-        self._waiting = False
+        self._waiting, self._prices = False, None
         least = _MISJUDGED * self._least_chance(len(requests))
+        plans = [self._length(request, len(requests)) for request in requests]
         plans = [
-            replace(self._length(request, len(requests)), worth=least / self.acceptance.factor(request.id))
-            for request in requests
+            replace(plan, worth=least / self.acceptance.factor(request.id)) if plan.draft_tokens else plan
+            for request, plan in zip(requests, plans, strict=True)
         ]
         self._paid = any(plan.draft_tokens for plan in plans)
         return plans
@@ -177,7 +179,7 @@ class AdaptivePlanner:
             return self._whole_or_none(room, batch)
         if self.draft_cost.per_step < _FREE * self.cost(batch):
             return StepPlan(room, "drafting is free")
-        best = self._best_length(request.id, room, batch, self.draft_cost.per_token)
+        best = self._best_length(request.id, room, batch)
         if best:
             return StepPlan(best, "as long as it pays", free_tokens=room)
         return self._off(min(_PROBE, room), room)
@@ -195,16 +197,26 @@ class AdaptivePlanner:
             return StepPlan(look, "a look whether drafting pays", free_tokens=room)
         return StepPlan(0, "off: drafting costs more than it gains", free_tokens=room)
 
-    def _best_length(self, request_id: int, room: int, batch: int, per_token: float) -> int:
+    def _best_length(self, request_id: int, room: int, batch: int) -> int:
         """Draft length with the highest expected tokens per second; 0 = plain decoding."""
         factor = self.acceptance.factor(request_id)
-        gained, best, best_rate = 1.0, 0, _MARGIN / self.cost(batch) * batch
-        for length, chance in enumerate(self.acceptance.by_depth(room), start=1):
+        gained, best, best_rate = 1.0, 0, _MARGIN / self.cost(batch)
+        for length, (chance, seconds) in enumerate(self._lengths(batch)[:room], start=1):
             gained += min(0.999, chance * factor)
-            rate = gained * batch / (self.cost(batch * (1 + length)) + per_token * length * batch)
-            if rate > best_rate:
-                best, best_rate = length, rate
+            if gained > best_rate * seconds:
+                best, best_rate = length, gained / seconds
         return best
+
+    def _lengths(self, batch: int) -> list[tuple[float, float]]:
+        """For drafts of 1, 2 ... tokens, the same for the whole batch: the chance that the last one is kept,
+        and the step's seconds. Made once per step."""
+        if self._prices is None:
+            per_token = self.draft_cost.per_token
+            self._prices = [
+                (chance, self.cost(batch * (1 + length)) + per_token * length * batch)
+                for length, chance in enumerate(self.acceptance.by_depth(self.max_draft), start=1)
+            ]
+        return self._prices
 
 
 def _part(tree: DraftTree, kept: set[int]) -> DraftTree:
