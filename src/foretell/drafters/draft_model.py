@@ -25,7 +25,7 @@ from foretell.drafters.translate import SameVocabulary, TokenMap, Translation
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.tokenizer import Tokenizer
-from foretell.sparse import Heads, draft_mass, spread_layers, watching
+from foretell.sparse import Heads, ModelShape, draft_mass, shape_of, spread_layers, watching
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, chain
 
 _log = logging.getLogger(__name__)
@@ -179,6 +179,7 @@ class DraftModelDrafter:
         translation: from the target's tokens to its own.
         slots: tokens of all requests that the draft's cache holds.
         text: whether it writes text (`translation` must be a `TokenMap`).
+        name: what the model was loaded as.
     """
 
     needs = NO_NEEDS
@@ -193,8 +194,10 @@ class DraftModelDrafter:
         options: DraftModelOptions,
         *,
         text: bool = False,
+        name: str = "",
     ) -> None:
         self._model = model
+        self._name = name
         self._translation = translation
         self._options = options
         self._cache = KVCache(model.new_arena(slots))
@@ -274,10 +277,16 @@ class DraftModelDrafter:
         """Drops the prefixes that finished requests have left."""
         self._cache.forget()
 
-    def watch(self) -> bool:
+    @property
+    def looker(self) -> ModelShape | None:
         """See `AttendingDrafter`; across vocabularies positions are not the target's."""
-        if isinstance(self._translation, SameVocabulary):
-            self._watched = spread_layers(self._model.num_layers)
+        same = isinstance(self._translation, SameVocabulary)
+        return shape_of(self._model, self._name) if same else None
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """See `AttendingDrafter`."""
+        if self.looker is not None:
+            self._watched = tuple(heads) or spread_layers(self._model.num_layers)
         return bool(self._watched)
 
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
@@ -353,7 +362,7 @@ def build(context: DrafterContext, argument: str | None, options: DraftModelOpti
         if options.across != "auto":
             _log.warning("across has no effect: draft and target have the same vocabulary")
         same = SameVocabulary(min(*sizes, ours.size), *sizes)
-        return DraftModelDrafter(draft.model, same, context.slots, options)
+        return DraftModelDrafter(draft.model, same, context.slots, options, name=draft.name)
     mapping, text = _across(argument, ours, theirs, context.target, options.across)
     if text and options.width > 1:
         _log.warning("width has no effect: the draft model drafts by text")

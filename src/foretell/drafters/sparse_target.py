@@ -41,7 +41,18 @@ from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.noise import Stream, make_key
 from foretell.sampling import Sampler
-from foretell.sparse import POLICIES, Heads, KVReader, draft_mass, spread_layers, watching
+from foretell.sparse import (
+    POLICIES,
+    Heads,
+    KVReader,
+    ModelShape,
+    choose,
+    draft_mass,
+    goes_by_profile,
+    shape_of,
+    spread_layers,
+    watching,
+)
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, Verdict
 
 _PENDING = 16  # tokens that wait for a full pass, where nobody says otherwise
@@ -93,12 +104,16 @@ class SparseTargetDrafter:
         target: the model; its cache is borrowed.
         reader: what drafting reads.
         inner: who proposes to the target with few keys; None = nobody, it decodes.
+        name: what the target was loaded as.
     """
 
     expects = 0.02
 
-    def __init__(self, target: TargetModel, reader: KVReader, inner: Inner | None = None) -> None:
+    def __init__(
+        self, target: TargetModel, reader: KVReader, inner: Inner | None = None, name: str = ""
+    ) -> None:
         self._target = target
+        self._name = name
         self._reader = reader
         self._inner = inner
         self._inner_needs = NO_NEEDS if inner is None else inner.drafter.needs
@@ -111,7 +126,7 @@ class SparseTargetDrafter:
         self._watched: tuple[Heads, ...] = ()
         self._looked: dict[int, Tensor] = {}  # where the drafts of the round before looked
         if inner is None and reader.wants_draft:
-            self.watch()
+            self.watch(reader.draft_heads)
 
     def borrow(self, arena: KVArena) -> None:
         """See `BorrowingDrafter`."""
@@ -172,10 +187,15 @@ class SparseTargetDrafter:
         if self._inner is not None:
             self._inner.drafter.forget()
 
-    def watch(self) -> bool:
-        """See `AttendingDrafter`: alone it can; above an inner drafter it is no draft of anybody's."""
+    @property
+    def looker(self) -> ModelShape | None:
+        """See `AttendingDrafter`: alone the target is; above an inner drafter it drafts for nobody else."""
+        return shape_of(self._target, self._name) if self._inner is None else None
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """See `AttendingDrafter`. Its own reader may watch too, by the same heads."""
         if self._inner is None:
-            self._watched = spread_layers(self._target.num_layers)
+            self._watched = tuple(heads) or self._watched or spread_layers(self._target.num_layers)
         return bool(self._watched)
 
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
@@ -340,7 +360,9 @@ def build(context: DrafterContext, argument: str | None, options: SelfOptions) -
     """See `DrafterEntry.build`.
 
     Raises:
-        InputError: the budget is too small.
+        InputError: the budget is too small, or a given profile is of other models.
     """
-    reader = KVReader(POLICIES[options.kv], options.budget, context.target.num_layers)
-    return SparseTargetDrafter(context.target, reader)
+    policy, own = POLICIES[options.kv], shape_of(context.target, context.name)
+    profile = choose(context.kv_profile, own, own) if goes_by_profile(policy) else None
+    reader = KVReader(policy, options.budget, context.target.num_layers, profile)
+    return SparseTargetDrafter(context.target, reader, name=context.name)
