@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from foretell.models.catalog import Report
     from foretell.models.load import LoadedModel
-    from foretell.profiling import Outcome
+    from foretell.profiling import Outcome, Settings
 
 OUT = Path("results/profile.json")
 
@@ -52,10 +53,8 @@ def profile(
     out: Annotated[Path, typer.Option("--out", help="Profile to write.", show_default=True)] = OUT,
 ) -> None:
     """Find the heads that dustin asks; an interrupted search goes on where it stopped."""
-    from foretell.bench.provenance import provenance
-    from foretell.profiling import Settings, find
+    from foretell.profiling import Settings
     from foretell.profiling.report import plot
-    from foretell.profiling.run import State
 
     budgets = tuple(sorted(set(budget or (128, 256, 512))))
     settings = Settings(length, traces, blocks, budgets, heads, seed, data)
@@ -64,15 +63,24 @@ def profile(
     result_folder(out.parent)
     with model_progress() as report:
         models = _load([target] if draft is None else [target, draft], device, weights, report)
-    facts = {
-        "target": target,
-        "draft": draft,
-        "weights": weights,
-        **{name: str(getattr(settings, name)) for name in ("length", "count", "blocks", "budgets", "heads")},
-        "seed": seed,
-        "data": None if data is None else str(data),
-    }
-    state = State(out.with_suffix(".traces"), facts)
+    outcome = _find(models, settings, weights, out.with_suffix(".traces"))
+    outcome.profile.write(out)
+    plot(outcome, out.with_suffix(".png"))
+    stderr().print(f"wrote {out} and {out.with_suffix('.png')}", style="dim")
+    if as_json:
+        print_json({**outcome.profile.to_json(), "arr_searched": outcome.searched, "right": outcome.right})
+    else:
+        _print(outcome)
+
+
+def _find(models: list[LoadedModel], settings: Settings, weights: str, folder: Path) -> Outcome:
+    """The search with its progress; what is finished lies in `folder`."""
+    from foretell.bench.provenance import provenance
+    from foretell.profiling import find
+    from foretell.profiling.run import State
+
+    facts = {name: str(value) for name, value in asdict(settings).items()}
+    state = State(folder, {"models": [loaded.name for loaded in models], "weights": weights, **facts})
     known = provenance()
     machine = f"{known['cores']} cores of {known['cpu']}, {weights} weights"
     origin = {"command": known["command"], "date": known["date"], "machine": machine}
@@ -84,14 +92,8 @@ def profile(
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done)
 
-        outcome = find(models[0], models[1] if draft is not None else None, settings, state, advance, origin)
-    outcome.profile.write(out)
-    plot(outcome, out.with_suffix(".png"))
-    stderr().print(f"wrote {out} and {out.with_suffix('.png')}", style="dim")
-    if as_json:
-        print_json({**outcome.profile.to_json(), "arr_searched": outcome.searched, "right": outcome.right})
-    else:
-        _print(outcome)
+        draft = models[1] if len(models) > 1 else None
+        return find(models[0], draft, settings, state, advance, origin)
 
 
 def _load(names: list[str], device: str, weights: str, report: Report) -> list[LoadedModel]:
