@@ -45,7 +45,9 @@ def profile(
         list[int] | None,
         typer.Option("--budget", help="KV budget to search for; repeatable.  [default: 128, 256, 512]"),
     ] = None,
-    heads: Annotated[int, typer.Option("--heads", help="Retrieval heads per layer.", show_default=True)] = 4,
+    heads: Annotated[
+        int, typer.Option("--heads", help="Retrieval heads per layer; 0 is all heads.", show_default=True)
+    ] = 4,
     seed: Annotated[int, typer.Option("--seed", help="Of the needles.", show_default=True)] = 0,
     weights: opt.WeightsOpt = "stored",
     device: opt.DeviceOpt = "auto",

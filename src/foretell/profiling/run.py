@@ -37,7 +37,7 @@ class Settings:
         count: needles, and prompts.
         blocks: verifications per prompt.
         budgets: for which a share is chosen; layers are chosen at the middle one.
-        heads: retrieval heads per layer.
+        heads: retrieval heads per layer; 0 = all heads, and no needles.
         seed: of the needles.
         data: prompts; see `traces.prompts`.
 
@@ -54,7 +54,7 @@ class Settings:
     data: Path | None = None
 
     def __post_init__(self) -> None:
-        least = {"length": 1, "count": 1, "blocks": 1, "heads": 1}
+        least = {"length": 1, "count": 1, "blocks": 1, "heads": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise InputError(f"{name} must be at least {value}, got {getattr(self, name)}")
@@ -72,7 +72,7 @@ class Outcome:
         found: curves over the blocks that were searched.
         searched, judged: budget -> selection -> mean ARR, on those blocks and on others; `judged` is None
             where there was one prompt only.
-        right: role -> (needles that were answered rightly, needles).
+        right: role -> (needles that were answered rightly, needles); empty without needles.
     """
 
     profile: Profile
@@ -126,10 +126,13 @@ def find(
         InputError: the traces do not fit a context, or the draft has another vocabulary.
     """
     _check(target, draft, settings)
-    heads, right = {}, {}
+    heads: dict[str, tuple[Heads, ...]] = {}
+    right: dict[str, tuple[int, int]] = {}
     for role, loaded in {"target": target, "draft": draft}.items():
-        if loaded is not None:
+        if loaded is not None and settings.heads:
             heads[role], right[role] = _retrieval_heads(role, loaded, settings, state, advance)
+        elif loaded is not None:
+            heads[role] = tuple(map(Heads, range(loaded.model.num_layers)))
     heads.setdefault("draft", heads["target"])
     blocks = _blocks(target, draft, settings, state, heads, advance)
     held = set(range(_HELD_OUT - 1, len(blocks), _HELD_OUT)) or set(range(1, len(blocks)))
