@@ -186,6 +186,11 @@ class Dustin:
             _mark_best(signals.history_N, kept_N, room - first)
 
 
+def goes_by_profile(policy: Policy) -> bool:
+    """Whether a profile changes what the policy selects; published baselines keep their own rules."""
+    return "lookahead" in policy.needs
+
+
 POLICIES: Registry[Policy] = Registry(
     "kv",
     {

@@ -1,7 +1,7 @@
 """Follows the requests of one model, gathers the signals that a policy needs, and selects what is read.
 
 The queries of a few layers come out of the forward pass that happens anyway; the keys lie in the arena.
-Without a profile of retrieval heads, all heads of the middle layer are asked.
+Without a profile all heads of the middle layer are asked; so are they by policies that go by no profile.
 
 Shape suffixes: T rows, N positions, H query heads, K key/value heads, D head size, P pages.
 """
@@ -17,7 +17,9 @@ from torch import Tensor
 from foretell.attention import Queries
 from foretell.cache import KVArena, Lease
 from foretell.errors import InputError
-from foretell.sparse.policies import LEAST_BUDGET, OBSERVED, Policy, select
+from foretell.sparse.lookahead import Heads
+from foretell.sparse.policies import LEAST_BUDGET, OBSERVED, POLICIES, Dustin, Policy, goes_by_profile, select
+from foretell.sparse.profile import Profile
 from foretell.sparse.signals import PAGE, Signals, attention_mass, page_bounds, page_scores
 from foretell.types import NO_NEEDS, Needs
 
@@ -52,19 +54,28 @@ class KVReader:
         policy: how.
         budget: positions that a pass reads beside its own block.
         layers: those of the model, of which the middle one is asked.
+        profile: whom `dustin` and its ablations ask instead; and, for `dustin`, how much goes by the draft.
+
+    Attributes:
+        draft_heads: whom it wants to be asked of a draft; empty = whom the draft chooses.
 
     Raises:
         InputError: the budget is too small.
     """
 
-    def __init__(self, policy: Policy, budget: int, layers: int) -> None:
+    def __init__(self, policy: Policy, budget: int, layers: int, profile: Profile | None = None) -> None:
         if budget < LEAST_BUDGET:
             raise InputError(f"kv_budget must be at least {LEAST_BUDGET}, got {budget}")
+        profile = profile if goes_by_profile(policy) else None
+        if profile is not None and policy is POLICIES["dustin"]:
+            policy = Dustin(profile.share(budget))
         self.policy = policy
         self.budget = budget
         asked = bool(policy.needs - {"lookahead"})
         prompts = bool(policy.needs & {"window", "received"})
-        self.needs = Needs(queries=(layers // 2,), prompts=prompts) if asked else NO_NEEDS
+        self._asked = Heads(layers // 2) if profile is None else profile.target_heads
+        self.draft_heads = () if profile is None else profile.draft_heads
+        self.needs = Needs(queries=(self._asked.layer,), prompts=prompts) if asked else NO_NEEDS
         self._histories: dict[int, _History] = {}
 
     @property
@@ -106,7 +117,7 @@ class KVReader:
                 # the step that ends the prompt may have confirmed a draft behind it
                 read_THD = known_THD[: len(known_THD) - (lease.length - history.prompt)]
                 own_KND = keys_KND[:, : history.prompt]
-                history.window_N = _mass(Queries(read_THD[-OBSERVED:], new.spec), own_KND)
+                history.window_N = _mass(Queries(read_THD[-OBSERVED:], new.spec), own_KND, self._asked)
             history.last[layer] = Queries(known_THD[-OBSERVED:], new.spec)
 
     @torch.inference_mode()
@@ -132,7 +143,7 @@ class KVReader:
         """Attention of the last confirmed token: [N]."""
         (layer,) = self.needs.queries
         last = history.last[layer]
-        return _mass(Queries(last.q_THD[-1:], last.spec), _keys(arena, lease, layer))
+        return _mass(Queries(last.q_THD[-1:], last.spec), _keys(arena, lease, layer), self._asked)
 
     def _pages(self, history: _History, arena: KVArena, lease: Lease) -> Tensor:
         """Quest's scores, comparable between heads: [P]. Bounds of full pages are kept."""
@@ -153,11 +164,11 @@ def _keys(arena: KVArena, lease: Lease, layer: int) -> Tensor:
     return arena.layer(layer)[0][:, lease.start : lease.start + lease.length]
 
 
-def _mass(last: Queries, keys_KND: Tensor) -> Tensor:
+def _mass(last: Queries, keys_KND: Tensor, asked: Heads) -> Tensor:
     """Attention that the last tokens pay to each position, summed over them, averaged over heads: [N]."""
     end, spec = keys_KND.shape[1], last.spec
     places = range(end - len(last.q_THD), end)
-    return attention_mass(last.q_THD, keys_KND, spec, range(spec.heads), places).sum(0).mean(0)
+    return attention_mass(last.q_THD, keys_KND, spec, asked.of(spec), places).sum(0).mean(0)
 
 
 def _receive(history: _History, new: Queries, keys_KND: Tensor) -> None:
