@@ -35,7 +35,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     by_share.set_title("share", fontsize=9)
     _lines(by_share, outcome.searched[middle])
     by_share.legend(fontsize=7, title=f"lines: k = {middle}", title_fontsize=7)
-    fig.savefig(path)
+    fig.savefig(path, dpi=80)
 
 
 def _lines(axis: Any, arr: dict[str, float]) -> None:
