@@ -26,7 +26,7 @@ from foretell.drafters.translate import SameVocabulary, TokenMap, Translation
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.tokenizer import Tokenizer
-from foretell.sparse import attention_mass
+from foretell.sparse import add_attention
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, Needs, StepPlan, chain
 
 _log = logging.getLogger(__name__)
@@ -287,13 +287,13 @@ class DraftModelDrafter:
         state = self._states.get(request.id)
         if state is None or not state.looks:
             return None
-        start, masses = state.lease.start, []
-        for layer in self._watched.queries:
+        start, layers = state.lease.start, self._watched.queries
+        total_N, rows = torch.zeros(length, device=self._model.device), len(state.looks)
+        for layer in layers:
             q_RHD, spec = torch.cat([look[layer].q_THD for look in state.looks]), state.looks[0][layer].spec
             keys_KND = self._cache.arena.layer(layer)[0][:, start : start + length]
-            last_R = [length - 1] * len(q_RHD)
-            masses.append(attention_mass(q_RHD, keys_KND, spec, range(spec.heads), last_R).mean((0, 1)))
-        return torch.stack(masses).mean(0)
+            add_attention(total_N, q_RHD, keys_KND, spec, range(spec.heads), [length - 1] * rows)
+        return total_N / (rows * len(layers))
 
     @property
     def _spread(self) -> int:

@@ -2,6 +2,15 @@
 
 from foretell.sparse.policies import KV_CHOICES, POLICIES, Policy, select
 from foretell.sparse.reader import KVReader
-from foretell.sparse.signals import Signals, attention_mass
+from foretell.sparse.signals import Signals, add_attention, attention_mass
 
-__all__ = ["KV_CHOICES", "POLICIES", "KVReader", "Policy", "Signals", "attention_mass", "select"]
+__all__ = [
+    "KV_CHOICES",
+    "POLICIES",
+    "KVReader",
+    "Policy",
+    "Signals",
+    "add_attention",
+    "attention_mass",
+    "select",
+]
