@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsIndex
 
-from foretell.drafters import Drafter, DrafterContext, build_drafter, parse
+from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_drafter, parse
 from foretell.drafters.sparse_target import Inner, SparseTargetDrafter
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.engine.verification import verify as judge
@@ -201,7 +201,8 @@ class LLM:
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
         table = load_or_measure(self.loaded.model, self.loaded.folder)
-        return AdaptivePlanner(table, drafter.draft_tokens)
+        direct = drafter.direct_tokens if isinstance(drafter, LayeredDrafter) else 0
+        return AdaptivePlanner(table, drafter.draft_tokens, direct)
 
     def generate(
         self,
