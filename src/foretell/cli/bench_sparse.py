@@ -13,6 +13,7 @@ from foretell.cli.results import OUT, OutOpt, result_folder, save
 if TYPE_CHECKING:
     from foretell.bench.attention import Choosing, Layout, Reading
     from foretell.bench.verification import Steps
+    from foretell.planner.arithmetic import Machine
 
 RowsOpt = Annotated[
     int,
@@ -20,6 +21,20 @@ RowsOpt = Annotated[
 ]
 BudgetOpt = Annotated[
     int, typer.Option("--kv-budget", help="Keys of the history that are read.", show_default=True, min=4)
+]
+CellOpt = Annotated[
+    list[str] | None,
+    typer.Option("--cell", help="CONTEXTxBATCH; repeatable.  [default: 8192x8 16384x8 16384x16 32768x16]"),
+]
+CELLS = ("8192x8", "16384x8", "16384x16", "32768x16")
+KvMemoryOpt = Annotated[
+    float,
+    typer.Option(
+        "--kv-memory",
+        help="GB for keys and values; with less than a cell needs, all layers share one layer's.",
+        show_default=True,
+        min=0,
+    ),
 ]
 RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 
@@ -121,25 +136,12 @@ def _print(layout: Layout, readings: list[Reading], chosen: list[Choosing]) -> N
 
 def verification(
     model: opt.ModelOpt = "qwen2.5-coder-0.5b",
-    cell: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cell", help="CONTEXTxBATCH; repeatable.  [default: 8192x8 16384x8 16384x16 32768x16]"
-        ),
-    ] = None,
+    cell: CellOpt = None,
     rows: RowsOpt = 5,
     kv: Annotated[str, typer.Option("--kv", help="Which policy selects.", show_default=True)] = "dustin",
     kv_budget: BudgetOpt = 512,
     weights: opt.WeightsOpt = "stored",
-    kv_memory: Annotated[
-        float,
-        typer.Option(
-            "--kv-memory",
-            help="GB for keys and values; with less than a cell needs, all layers share one layer's.",
-            show_default=True,
-            min=0,
-        ),
-    ] = 4.0,
+    kv_memory: KvMemoryOpt = 4.0,
     al: Annotated[
         float | None, typer.Option("--al", help="Acceptance length: print tokens per second with it.", min=1)
     ] = None,
@@ -159,9 +161,7 @@ def verification(
     from foretell.models.load import compute_dtype, pick_device
 
     policy = bench.policy_of(kv)
-    cells = [
-        bench.Cell(*_cell(text, kv_budget)) for text in cell or ("8192x8", "16384x8", "16384x16", "32768x16")
-    ]
+    cells = [bench.Cell(*_cell(text, kv_budget)) for text in cell or CELLS]
     result_folder(out)
     if al is None and draft_ms:
         stderr().print("WARNING: --draft-ms has no effect without --al")
@@ -169,14 +169,18 @@ def verification(
         folder = locate(model, report)
     where = pick_device("cpu")
     target = load_decoder(folder, compute_dtype(where), where, weights=weights)
-    machine, results = bench.measure_machine(), []
-    weight_bytes = bench.weight_bytes(folder, target.config, weights)
+    machine = bench.measure_machine()
+    size, kv_bytes = bench.weight_bytes(folder, target.config, weights), 1e9 * kv_memory
     with progress_bar() as bar:
         task = bar.add_task("steps", total=len(cells) * (repeats + 1))
-        for each in cells:
-            world = bench.World(target, each, rows, policy, kv_budget, 1e9 * kv_memory)
-            results.append(bench.measure(world, machine, weight_bytes, repeats, lambda: bar.advance(task)))
-            del world  # its keys, before the next ones are made
+        results = [
+            bench.measure(
+                bench.World(target, each, rows, policy, kv_budget, kv_bytes),
+                *(machine, size, repeats),
+                lambda: bar.advance(task),
+            )
+            for each in cells
+        ]
     values = [{**steps.to_json(), **_speed(steps, al, draft_ms / 1000)} for steps in results]
     speed = {"gb_per_s": round(machine.bandwidth / 1e9, 2), "gflop_per_s": round(machine.flops / 1e9, 1)}
     facts = {"model": model, "weights": weights, "rows": rows, "kv": kv, "kv_budget": kv_budget, **speed}
@@ -185,11 +189,8 @@ def verification(
     if as_json:
         for value in values:
             print_json(value)
-        return
-    _print_steps(f"{model}, {rows} rows, {kv_budget} keys by {kv}", results, values)
-    stdout().print(
-        f"by bytes and FLOPs: {speed['gb_per_s']} GB/s and {speed['gflop_per_s']} GFLOP/s, measured"
-    )
+    else:
+        _print_steps(f"{model}, {rows} rows, {kv_budget} keys by {kv}", results, values, machine)
 
 
 def _cell(text: str, budget: int) -> tuple[int, int]:
@@ -219,7 +220,7 @@ def _speed(steps: Steps, al: float | None, draft_s: float) -> dict[str, object]:
     return {**needed, "al": al, "draft_ms": 1000 * draft_s, **rates, "speedup": round(own / plain, 3)}
 
 
-def _print_steps(title: str, results: list[Steps], values: list[dict[str, object]]) -> None:
+def _print_steps(title: str, results: list[Steps], values: list[dict[str, object]], machine: Machine) -> None:
     from rich.table import Table
 
     table = Table(title=f"{title}: ms per step")
@@ -244,4 +245,5 @@ def _print_steps(title: str, results: list[Steps], values: list[dict[str, object
         ]
         table.add_row(*row)
     stdout().print(table)
-    stdout().print("in brackets: the ratio by bytes and FLOPs")
+    speed = f"{machine.bandwidth / 1e9:.1f} GB/s and {machine.flops / 1e9:.0f} GFLOP/s, measured"
+    stdout().print(f"in brackets: the ratio by bytes and FLOPs, with {speed}")
