@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from foretell.drafters import Drafter, DrafterContext, build_drafter, parse
+from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_drafter, parse
 from foretell.drafters.spec import Part
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.errors import InputError
@@ -198,7 +198,8 @@ class LLM:
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
         table = load_or_measure(self.loaded.model, self.loaded.folder)
-        return AdaptivePlanner(table, drafter.draft_tokens)
+        direct = drafter.direct_tokens if isinstance(drafter, LayeredDrafter) else 0
+        return AdaptivePlanner(table, drafter.draft_tokens, direct)
 
     def generate(
         self,

@@ -160,6 +160,17 @@ class RetractingDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class LayeredDrafter(Drafter, Protocol):
+    """A drafter above another one, which it lets draft for the target where a plan is `direct`.
+
+    Attributes:
+        direct_tokens: nodes per step that suit the other one alone; 0 = there is none.
+    """
+
+    direct_tokens: int
+
+
+@runtime_checkable
 class BorrowingDrafter(Drafter, Protocol):
     """A drafter that reads the target's cache, and writes behind what is committed there."""
 

@@ -119,6 +119,7 @@ class SparseTargetDrafter:
         self._inner_needs = NO_NEEDS if inner is None else inner.drafter.needs
         self.needs = reader.needs | self._inner_needs
         self.draft_tokens = _OWN if inner is None else _PENDING
+        self.direct_tokens = 0 if inner is None else inner.drafter.draft_tokens
         self._arena: KVArena | None = None
         self._ahead: dict[int, Ahead] = {}
         self._rounds: dict[int, Round] = {}
@@ -149,7 +150,11 @@ class SparseTargetDrafter:
         trees = self._direct(requests, plans, rounds)
         while active := [part for part in rounds if part is not None and part.open]:
             self._advance(active)
-        return [tree if part is None else part.draft() for tree, part in zip(trees, rounds, strict=True)]
+        levels = 1 if self._inner is None else 2
+        return [
+            tree if part is None else replace(part.draft(), levels=levels)
+            for tree, part in zip(trees, rounds, strict=True)
+        ]
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """Takes in what the full pass read, and takes back what it refused."""
@@ -219,7 +224,7 @@ class SparseTargetDrafter:
     def _begin(self, request: DraftRequest, plan: StepPlan) -> Round | None:
         """A round, if the prompt has been read and its history is too long to be read whole."""
         lease = request.lease
-        if not plan.draft_tokens or lease is None or lease.length != len(request.tokens) - 1:
+        if plan.direct or not plan.draft_tokens or lease is None or lease.length != len(request.tokens) - 1:
             return None
         if not self._reader.ready(request.id):
             return None

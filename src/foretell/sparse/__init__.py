@@ -4,7 +4,7 @@ from foretell.sparse.lookahead import Heads, draft_mass, spread_layers, watching
 from foretell.sparse.policies import KV_CHOICES, POLICIES, Policy, goes_by_profile, select
 from foretell.sparse.profile import ModelShape, Profile, choose, read_profile, shape_of
 from foretell.sparse.reader import KVReader
-from foretell.sparse.signals import Signals, attention_mass
+from foretell.sparse.signals import Signals, add_attention, attention_mass
 
 __all__ = [
     "KV_CHOICES",
@@ -15,6 +15,7 @@ __all__ = [
     "Policy",
     "Profile",
     "Signals",
+    "add_attention",
     "attention_mass",
     "choose",
     "draft_mass",

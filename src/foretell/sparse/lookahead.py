@@ -14,13 +14,13 @@ from torch import Tensor
 from foretell.attention import Queries
 from foretell.cache import KVArena
 from foretell.kernels import HeadSpec
-from foretell.sparse.signals import attention_mass
+from foretell.sparse.signals import add_attention
 from foretell.types import Needs
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads of a layer whose attention is asked for; None = all of them."""
+    """Query heads of a layer whose attention is asked for, ascending; None = all of them."""
 
     layer: int
     heads: tuple[int, ...] | None = None
@@ -52,11 +52,10 @@ def draft_mass(
     """
     if not looks:
         return None
-    masses = []
+    total_N = torch.zeros(length, device=arena.layer(watched[0].layer)[0].device)
     for chosen in watched:
         layer = chosen.layer
         q_RHD, spec = torch.cat([look[layer].q_THD for look in looks]), looks[0][layer].spec
         keys_KND = arena.layer(layer)[0][:, start : start + length]
-        mass_RJN = attention_mass(q_RHD, keys_KND, spec, chosen.of(spec), [length - 1] * len(q_RHD))
-        masses.append(mass_RJN.mean((0, 1)))
-    return torch.stack(masses).mean(0)
+        add_attention(total_N, q_RHD, keys_KND, spec, chosen.of(spec), [length - 1] * len(q_RHD))
+    return total_N / (len(q_RHD) * len(watched))

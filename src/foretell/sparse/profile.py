@@ -219,7 +219,7 @@ def _heads(value: object, where: str, model: ModelShape) -> Heads:
         return Heads(layer)
     if not isinstance(chosen, list) or not chosen or len(set(map(str, chosen))) < len(chosen):
         raise InputError(f"{where}.heads must be a list of different heads, or null for all, got {chosen!r}")
-    return Heads(layer, tuple(_count(head, f"{where}.heads", 0, model.heads - 1) for head in chosen))
+    return Heads(layer, tuple(sorted(_count(head, f"{where}.heads", 0, model.heads - 1) for head in chosen)))
 
 
 def _shares(value: object) -> dict[int, float]:
