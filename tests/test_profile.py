@@ -471,7 +471,7 @@ def test_the_command_line_finds_a_profile(foretell, model, tmp_path, monkeypatch
         (("--length", "100000"), "length must be at most"),
         (("--budget", "500"), "budget must be below length"),
         (("--budget", "2"), "budget must be at least 4, got 2"),
-        (("--traces", "0"), "count must be at least 1"),
+        (("--traces", "0"), "traces must be at least 1"),
         (("--out", "x.txt"), "out must be a .json file"),
         (("--data", "nowhere.txt"), "nowhere.txt cannot be read"),
     ],
