@@ -17,7 +17,7 @@ from foretell.models.load import LoadedModel
 from foretell.profiling import traces
 from foretell.profiling.blocks import BLOCK, Block, Looker, block, drafted, places
 from foretell.profiling.heads import mean_scores, needle_scores, top_heads
-from foretell.profiling.passes import Passed, decode, few_keys, follow
+from foretell.profiling.passes import decode, draft, follow
 from foretell.profiling.search import Found, references, search, steps
 from foretell.sparse import POLICIES, Heads, KVReader, Profile, shape_of
 from foretell.sparse.policies import LEAST_BUDGET
@@ -242,7 +242,7 @@ def _blocks(
 
 def _record(
     target: LoadedModel,
-    draft: LoadedModel | None,
+    other: LoadedModel | None,
     prompt: Sequence[int],
     settings: Settings,
     heads: dict[str, tuple[Heads, ...]],
@@ -250,21 +250,13 @@ def _record(
     """The blocks of one prompt. Drafting for itself the target reads what self-speculation reads by default,
     at the middle budget."""
     middle = sorted(settings.budgets)[len(settings.budgets) // 2]
-    reader = None if draft else KVReader(POLICIES["snapkv"], middle, target.model.num_layers)
+    reader = None if other else KVReader(POLICIES["snapkv"], middle, target.model.num_layers)
     passed = decode(target.model, prompt, settings.blocks * BLOCK, reader)
-    other = None if draft is None else follow(draft.model, passed.tokens, passed.prompt)
+    model = target.model if other is None else other.model
+    own = passed if other is None else follow(model, passed.tokens)
     for place in places(passed):
-        looker = _looker(target, passed, other, drafted(place), reader)
+        looker = Looker(draft(model, own, drafted(place), reader), own)
         yield block(passed, place, heads["target"], looker, heads["draft"])
-
-
-def _looker(
-    target: LoadedModel, passed: Passed, other: Passed | None, positions: range, reader: KVReader | None
-) -> Looker:
-    if other is not None:
-        return Looker({layer: other.at(layer, positions) for layer in other.queries}, other)
-    assert reader is not None
-    return Looker(few_keys(target.model, passed, positions, reader), passed)
 
 
 def _stored(one: Block) -> list[Any]:
