@@ -20,7 +20,7 @@ from foretell.errors import InputError
 from foretell.kernels import HeadSpec
 from foretell.profiling.blocks import BLOCK, Block, Looker, block, drafted, places
 from foretell.profiling.heads import needle_scores, top_heads
-from foretell.profiling.passes import Passed, decode, few_keys, follow
+from foretell.profiling.passes import Passed, decode, draft, follow
 from foretell.profiling.search import recovery, references, search
 from foretell.profiling.traces import needles, prompts
 from foretell.sparse import (
@@ -309,8 +309,8 @@ def test_a_block_is_what_transformers_attention_says(target):
     (place,) = places(passed)
     assert place == range(23, 28)
     heads = tuple(Heads(layer, (layer, 3)) for layer in range(3))
-    other = follow(target, passed.tokens, passed.prompt)
-    looker = Looker({n: other.at(n, drafted(place)) for n in other.queries}, other)
+    other = follow(target, passed.tokens)
+    looker = Looker(draft(target, other, drafted(place)), other)
     one = block(passed, place, heads, looker, heads)
     with torch.inference_mode():
         found = zoo.build("llama")(torch.tensor([passed.tokens]), output_attentions=True).attentions
@@ -330,16 +330,20 @@ def test_a_block_is_what_transformers_attention_says(target):
     torch.testing.assert_close(one.default_ahead_N, ahead.mean((0, 1, 2)), **close)
 
 
-def test_drafting_with_few_keys_leaves_the_trace_as_it_was(target):
-    reader = KVReader(POLICIES["snapkv"], 8, 3)
+def test_drafting_leaves_the_trace_as_it_was(target, decoder):
+    """Reading everything the target drafts its own tokens, with the same queries; reading few keys, or as
+    another model, it looks elsewhere from the second layer on."""
+    reader, places = KVReader(POLICIES["snapkv"], 8, 3), range(70, 74)
     passed = decode(target, LONG[0], 6, reader)
     before = passed.arena.keys_LKSD.clone(), passed.arena.values_LKSD.clone()
-    few = few_keys(target, passed, range(70, 74), reader)
+    whole, few = (draft(target, passed, places, given) for given in (None, reader))
     assert torch.equal(passed.arena.keys_LKSD, before[0])
     assert torch.equal(passed.arena.values_LKSD, before[1])
-    whole = {n: passed.at(n, range(70, 74)).q_THD for n in few}
-    torch.testing.assert_close(few[0].q_THD, whole[0])
-    assert not torch.allclose(few[2].q_THD, whole[2], atol=1e-3)
+    assert passed.lease.length == len(passed.tokens)
+    for layer in range(3):
+        assert torch.equal(whole[layer].q_THD, passed.at(layer, places).q_THD)
+    assert torch.equal(few[0].q_THD[0], whole[0].q_THD[0])
+    assert not torch.allclose(few[2].q_THD[0], whole[2].q_THD[0], atol=1e-3)
 
 
 def _hand_made(seed: int = 0, layers: int = 4, length: int = 60, count: int = 3) -> list[Block]:
@@ -471,7 +475,7 @@ def test_the_command_line_finds_a_profile(foretell, model, tmp_path, monkeypatch
         (("--length", "100000"), "length must be at most"),
         (("--budget", "500"), "budget must be below length"),
         (("--budget", "2"), "budget must be at least 4, got 2"),
-        (("--traces", "0"), "count must be at least 1"),
+        (("--traces", "0"), "traces must be at least 1"),
         (("--out", "x.txt"), "out must be a .json file"),
         (("--data", "nowhere.txt"), "nowhere.txt cannot be read"),
     ],

@@ -4,7 +4,8 @@ ARR, the attention recovery rate of a selection, is the true attention probabili
 reads: mean over the block's queries, all target layers and all heads of the mass on the selection and on the
 block itself. It is linear in the selection, so one vector per block serves every selection.
 
-A block is four drafted tokens behind one that waits; the draft is taken to be right.
+A block is a token that waits and the four that the target says after it. What drafted there was the draft
+itself, rightly or not: its queries are those of its own tokens.
 
 Shape suffixes: L layers, N positions of the history, R queries, H query heads, D head size.
 """
@@ -71,7 +72,7 @@ def places(passed: Passed) -> Iterator[range]:
 
 
 def drafted(place: range) -> range:
-    """The positions whose passes propose the rest of a block."""
+    """The places at which passes propose the rest of a block."""
     return range(place.start, place.stop - 1)
 
 

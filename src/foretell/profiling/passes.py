@@ -1,6 +1,6 @@
 """Passes of a model over a trace, whose queries are kept.
 
-Shape suffixes: R rows, H query heads, D head size.
+Shape suffixes: N positions of the history, L layers, K key/value heads, S slots, D head size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Passed:
     Args:
         tokens: the prompt, and what follows it.
         prompt: length of the prompt.
-        queries: per layer, those of the prompt's last token and of all that follow.
+        queries: per layer, those of the prompt's last token and of all that follow; or none.
         arena, lease: its keys and values.
     """
 
@@ -62,38 +62,52 @@ def decode(model: TargetModel, prompt: Sequence[int], count: int, reader: KVRead
             reader.observe(0, output.queries, [0], arena, lease)
         if step < count:
             tokens.append(int(output.logits_RV[0].argmax()))
-    queries = {
-        layer: Queries(torch.cat([row[layer].q_THD for row in rows]), rows[0][layer].spec)
-        for layer in every.queries
-    }
+    queries = _joined(rows)
     return Passed(tokens, len(prompt), queries, arena, lease)
 
 
-def follow(model: TargetModel, tokens: Sequence[int], prompt: int) -> Passed:
-    """Reads a prompt and what another model said after it."""
+def follow(model: TargetModel, tokens: Sequence[int]) -> Passed:
+    """Reads what another model has read; no queries are kept."""
     arena = model.new_arena(len(tokens))
     lease = Lease(0, arena.slots, list(tokens))
-    _read(model, arena, lease, prompt - 1, None)
-    every = Needs(queries=tuple(range(model.num_layers)))
-    output = model.forward(pack([Segment(0, lease.length, tokens[prompt - 1 :])], arena), every)
-    lease.length = len(tokens)
-    return Passed(list(tokens), prompt, output.queries, arena, lease)
+    _read(model, arena, lease, len(tokens), None)
+    return Passed(list(tokens), len(tokens), {}, arena, lease)
 
 
-def few_keys(model: TargetModel, passed: Passed, positions: range, reader: KVReader) -> dict[int, Queries]:
-    """The queries of these tokens when they read what the reader selects of what is before them; the keys and
-    values of the trace stay as they are."""
+def draft(
+    model: TargetModel, passed: Passed, places: range, reader: KVReader | None = None
+) -> dict[int, Queries]:
+    """The queries of passes that draft greedily behind the token at the first of these places, one pass per
+    place; the keys and values of the trace stay as they are.
+
+    Args:
+        reader: what they read of the history, as request 0; None = everything.
+    """
     lease, arena = passed.lease, passed.arena
-    length, block = lease.length, slice(positions.start, positions.stop)
-    kept = [store[:, :, block].clone() for store in (arena.keys_LKSD, arena.values_LKSD)]
-    lease.length = positions.start
-    selected = reader.select(0, arena, lease)
-    segment = Segment(0, positions.start, passed.tokens[block], selected=selected, logits=False)
-    every = Needs(queries=tuple(range(model.num_layers)))
-    output = model.forward(pack([segment], arena), every)
+    stores, block = (arena.keys_LKSD, arena.values_LKSD), slice(places.start, places.stop)
+    kept = [store_LKSD[:, :, block].clone() for store_LKSD in stores]
+    length, lease.length = lease.length, places.start
+    selected_N = None if reader is None else reader.select(0, arena, lease)
     lease.length = length
-    arena.keys_LKSD[:, :, block], arena.values_LKSD[:, :, block] = kept
-    return dict(output.queries)
+    every, token, rows = Needs(queries=tuple(range(model.num_layers))), passed.tokens[places.start], []
+    for place in places:
+        read_N = selected_N
+        if selected_N is not None:
+            read_N = torch.cat([selected_N, torch.arange(places.start, place)])
+        output = model.forward(pack([Segment(0, place, [token], selected=read_N)], arena), every)
+        rows.append(output.queries)
+        token = int(output.logits_RV[0].argmax())
+    for store_LKSD, part_LKSD in zip(stores, kept, strict=True):
+        store_LKSD[:, :, block] = part_LKSD
+    return _joined(rows)
+
+
+def _joined(rows: Sequence[Mapping[int, Queries]]) -> dict[int, Queries]:
+    """The queries of several passes, per layer."""
+    return {
+        layer: Queries(torch.cat([row[layer].q_THD for row in rows]), rows[0][layer].spec)
+        for layer in rows[0]
+    }
 
 
 def _read(model: TargetModel, arena: KVArena, lease: Lease, end: int, reader: KVReader | None) -> None:

@@ -17,7 +17,7 @@ from foretell.models.load import LoadedModel
 from foretell.profiling import traces
 from foretell.profiling.blocks import BLOCK, Block, Looker, block, drafted, places
 from foretell.profiling.heads import mean_scores, needle_scores, top_heads
-from foretell.profiling.passes import Passed, decode, few_keys, follow
+from foretell.profiling.passes import decode, draft, follow
 from foretell.profiling.search import Found, references, search, steps
 from foretell.sparse import POLICIES, Heads, KVReader, Profile, shape_of
 from foretell.sparse.policies import LEAST_BUDGET
@@ -34,7 +34,7 @@ class Settings:
 
     Args:
         length: tokens of a trace.
-        count: needles, and prompts.
+        traces: needles, and as many prompts.
         blocks: verifications per prompt.
         budgets: for which a share is chosen; layers are chosen at the middle one.
         heads: retrieval heads per layer; 0 = all heads, and no needles.
@@ -46,7 +46,7 @@ class Settings:
     """
 
     length: int = 2048
-    count: int = 8
+    traces: int = 8
     blocks: int = 8
     budgets: tuple[int, ...] = (128, 256, 512)
     heads: int = 4
@@ -54,7 +54,7 @@ class Settings:
     data: Path | None = None
 
     def __post_init__(self) -> None:
-        least = {"length": 1, "count": 1, "blocks": 1, "heads": 0}
+        least = {"length": 1, "traces": 1, "blocks": 1, "heads": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise InputError(f"{name} must be at least {value}, got {getattr(self, name)}")
@@ -190,9 +190,9 @@ def _retrieval_heads(
     samples: list[dict[str, Any]] = []
     what = f"needles, {role}"
     for number, needle in enumerate(
-        traces.needles(loaded.tokenizer, settings.length, settings.count, settings.seed)
+        traces.needles(loaded.tokenizer, settings.length, settings.traces, settings.seed)
     ):
-        advance(what, number, settings.count)
+        advance(what, number, settings.traces)
 
         def sample(needle: traces.Needle = needle) -> dict[str, Any]:
             passed = decode(loaded.model, needle.tokens, _NEEDLE_ANSWER)
@@ -201,7 +201,7 @@ def _retrieval_heads(
             return {"right": needle.answer in answer, "scores": None if scores is None else scores.cpu()}
 
         samples.append(state.get(f"needle-{role}-{number}", sample))
-    advance(what, settings.count, settings.count)
+    advance(what, settings.traces, settings.traces)
     counted = [one["scores"] for one in samples if one["right"] and one["scores"] is not None]
     right = len(counted)
     if not counted:
@@ -212,7 +212,7 @@ def _retrieval_heads(
             f"{role} {loaded.name} said nothing of any needle: retrieval heads cannot be told",
             hint="choose a smaller --length, or more --traces",
         )
-    return top_heads(mean_scores(counted), settings.heads), (right, settings.count)
+    return top_heads(mean_scores(counted), settings.heads), (right, settings.traces)
 
 
 def _blocks(
@@ -225,9 +225,9 @@ def _blocks(
 ) -> list[list[Block]]:
     """The blocks of every prompt."""
     least = max(settings.budgets) + 1
-    prompts = traces.prompts(target.tokenizer, settings.length, settings.count, settings.data, least)
-    if len(prompts) < settings.count:
-        _log.warning("%d prompts instead of %d: there is no more text", len(prompts), settings.count)
+    prompts = traces.prompts(target.tokenizer, settings.length, settings.traces, settings.data, least)
+    if len(prompts) < settings.traces:
+        _log.warning("%d prompts instead of %d: there is no more text", len(prompts), settings.traces)
     found = []
     for number, prompt in enumerate(prompts):
         advance("prompts", number, len(prompts))
@@ -242,7 +242,7 @@ def _blocks(
 
 def _record(
     target: LoadedModel,
-    draft: LoadedModel | None,
+    other: LoadedModel | None,
     prompt: Sequence[int],
     settings: Settings,
     heads: dict[str, tuple[Heads, ...]],
@@ -250,21 +250,13 @@ def _record(
     """The blocks of one prompt. Drafting for itself the target reads what self-speculation reads by default,
     at the middle budget."""
     middle = sorted(settings.budgets)[len(settings.budgets) // 2]
-    reader = None if draft else KVReader(POLICIES["snapkv"], middle, target.model.num_layers)
+    reader = None if other else KVReader(POLICIES["snapkv"], middle, target.model.num_layers)
     passed = decode(target.model, prompt, settings.blocks * BLOCK, reader)
-    other = None if draft is None else follow(draft.model, passed.tokens, passed.prompt)
+    model = target.model if other is None else other.model
+    own = passed if other is None else follow(model, passed.tokens)
     for place in places(passed):
-        looker = _looker(target, passed, other, drafted(place), reader)
+        looker = Looker(draft(model, own, drafted(place), reader), own)
         yield block(passed, place, heads["target"], looker, heads["draft"])
-
-
-def _looker(
-    target: LoadedModel, passed: Passed, other: Passed | None, positions: range, reader: KVReader | None
-) -> Looker:
-    if other is not None:
-        return Looker({layer: other.at(layer, positions) for layer in other.queries}, other)
-    assert reader is not None
-    return Looker(few_keys(target.model, passed, positions, reader), passed)
 
 
 def _stored(one: Block) -> list[Any]:
