@@ -63,6 +63,7 @@ class LevelChoice:
         self._all, self._lowest = _Speed(), _Speed()
         self._rest = Rest()
         self._used_lowest = False
+        self._nothing = False  # whether the others had nothing to add when they were asked last
         self.looking = False  # whether the last choice was made only to see what it brings
 
     def lowest(self) -> bool:
@@ -72,7 +73,8 @@ class LevelChoice:
             return self._all.seen >= LOOKS
         best = self._all.mean < _BETTER * self._lowest.mean
         if best != self._used_lowest:
-            self._used_lowest, self._rest = best, Rest(looks=0, left=_FIRST_PAUSE)
+            self._used_lowest = best
+            self._rest = Rest(looks=0, left=_NEXT if self._nothing else _FIRST_PAUSE)
         self.looking = self._rest.tick()
         return best != self.looking
 
@@ -91,5 +93,6 @@ class LevelChoice:
             self._lowest.observe(tokens, time, memory)
         if tried_all:
             self._all.observe(tokens, time, memory)
+            self._nothing = lowest
         if lowest and tried_all:  # asking has cost nothing, and may bring more as histories grow
             self._rest = Rest(looks=0, left=_NEXT)

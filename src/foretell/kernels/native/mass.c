@@ -7,6 +7,7 @@
 #include "common.h"
 
 #define TILE 2   /* row-heads that share one pass over keys in registers */
+#define MANY 32 /* row-heads from which on adding them up is worth a second barrier */
 #define AHEAD 16 /* keys between what is used and what is fetched */
 #define KEYS 512 /* of a block; scores of some row-heads over them stay in the cache */
 
@@ -162,5 +163,5 @@ void ft_mass(mass_t *a, int threads) {
   threads = threads_for(pairs * a->keys, threads);
   parallel_for(blocks, threads, score_block, a);
   for (int64_t i = 0; i < pairs; i++) join_blocks(a, i, blocks);
-  parallel_for(blocks, threads, add_block, a);
+  parallel_for(blocks, pairs < MANY ? 1 : threads, add_block, a);
 }
