@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "sparse",
         "cache",
         "kernels",
+        "verify",
     },
     "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }

@@ -38,7 +38,7 @@ from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.noise import Stream, make_key
 from foretell.sampling import Sampler
-from foretell.sparse import POLICIES, KVReader
+from foretell.sparse import POLICIES, KVReader, Reader
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, Verdict, chain
 
 _PENDING = 16  # tokens that wait for a full pass, where nobody says otherwise
@@ -146,7 +146,7 @@ class SparseTargetDrafter:
 
     expects = 0.02
 
-    def __init__(self, target: TargetModel, reader: KVReader, inner: Inner | None = None) -> None:
+    def __init__(self, target: TargetModel, reader: Reader, inner: Inner | None = None) -> None:
         self._target = target
         self._reader = reader
         self._inner = inner

@@ -9,7 +9,8 @@ Shape suffixes: T rows, N positions, H query heads, K key/value heads, D head si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,35 @@ from foretell.sparse.signals import PAGE, Signals, attention_mass, page_bounds, 
 from foretell.types import NO_NEEDS, Needs
 
 _SCORES_AT_ONCE = 1 << 22  # bounds the score matrix of a long prompt
+
+
+class Reader(Protocol):
+    """Says what each request reads; see `KVReader`.
+
+    Attributes:
+        needs: what `observe` wants of the passes.
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+    @property
+    def wants_draft(self) -> bool: ...
+    def start(self, request_id: int, prompt: int) -> None: ...
+    def finish(self, request_id: int) -> None: ...
+    def ready(self, request_id: int) -> bool: ...
+    def observe(
+        self,
+        request_id: int,
+        queries: Mapping[int, Queries],
+        rows: Sequence[int],
+        arena: KVArena,
+        lease: Lease,
+    ) -> None: ...
+    def select(
+        self, request_id: int, arena: KVArena, lease: Lease, lookahead_N: Tensor | None = None
+    ) -> Tensor | None:
+        """The places that the next pass reads; None = all."""
+        ...
 
 
 @dataclass(slots=True)
@@ -75,6 +105,15 @@ class KVReader:
     def start(self, request_id: int, prompt: int) -> None:
         """Begins to follow a request."""
         self._histories[request_id] = _History(prompt)
+
+    def resume(self, request_id: int, prompt: int, other: KVReader, known: int) -> None:
+        """As `start`, for a request that finds a prefix in the cache of which `other` has observed every
+        token, as its request `known`, and no token more."""
+        source = other._histories[known]
+        last, bounds = dict(source.last), dict(source.bounds)
+        self._histories[request_id] = replace(
+            source, prompt=prompt, observed=False, window_N=None, last=last, bounds=bounds
+        )
 
     def finish(self, request_id: int) -> None:
         """Forgets a request."""
