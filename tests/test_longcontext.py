@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from foretell.api import LLM
 from foretell.attention import Segment, pack
-from foretell.bench.longcontext.answer import BLOCK, Drafting, Runner
+from foretell.bench.longcontext.answer import BLOCK, Drafting, Runner, _score
 from foretell.bench.longcontext.methods import CHOICES, Method, methods
 from foretell.bench.longcontext.panel import block_attention
 from foretell.bench.longcontext.questions import Question
@@ -281,7 +282,29 @@ def test_bad_input_is_named(args, message, foretell, path, tmp_path):  # noqa: F
 
 
 def test_settings_without_effect_are_told(foretell, path, tmp_path):  # noqa: F811
-    args = ("--draft", str(path), "--draft-tokens", "0", "--lengths", "100", "--out", str(tmp_path))
+    args = ["--draft", str(path), "--draft-tokens", "0", "--lengths", "100", "--out", str(tmp_path)]
+    args += ["--task", "kv", "--depths", "3", "--text", "8", "--books", "x"]
     _, _, err = foretell("bench", "longcontext", "-m", str(path), *args)
     assert "--draft has no effect: --draft-tokens is 0" in err
     assert "dustin goes by the target's last token alone" in err
+    for option in ("--depths", "--text", "--books"):
+        assert f"{option} has no effect" in err
+
+
+def test_longbench_runs_beside_a_task(foretell, path, tmp_path):  # noqa: F811
+    line = {"input": "Type:", "context": "Question: Who? Type: Person", "answers": ["Person"]}
+    (tmp_path / "trec.jsonl").write_text(json.dumps({**line, "all_classes": ["Person", "Date"]}) + "\n")
+    args = ("-m", str(path), "--longbench", str(tmp_path), "--task", "kv", "--lengths", "400")
+    args += ("--policy", "quest", "--budget", "32", "--out", str(tmp_path / "out"), "--json")
+    code, out, err = foretell("bench", "longcontext", *args)
+    assert code == 0, err
+    rows = {(row["task"], row["method"]): row for row in map(json.loads, out.splitlines())}
+    assert rows["trec", "quest@32"]["prompts"] == 1
+    assert "## lengths as in the data" in (tmp_path / "out" / "longcontext.md").read_text()
+
+
+def test_only_the_first_line_counts_where_it_is_so():
+    asked = {"references": ("Date",), "metric": "classification", "classes": ("Date", "City")}
+    base = Question("q", "trec", 0, IDS, max_tokens=4, **asked)
+    assert _score(base, "\nDate\nCity") == 0.5
+    assert _score(replace(base, first_line=True), "\nDate\nCity") == 1.0

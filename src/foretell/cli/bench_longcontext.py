@@ -97,7 +97,8 @@ def longcontext(
     lengths_ = tuple(dict.fromkeys(lengths or [4096]))
     settings = bench.Settings(lengths_, depths, per_task, text, tasks, books, longbench, seed)
     settings.check_tasks()
-    _warn(chosen, draft, draft_tokens)
+    _warn_drafting(chosen, draft, draft_tokens)
+    _warn_tasks(tasks, {"--depths": depths != 5, "--text": text != 128, "--books": books is not None})
     with model_progress() as report:
         loaded = load_model(model, device=device, report=report)
     settings.check_lengths(loaded.model.max_context)
@@ -120,8 +121,8 @@ def longcontext(
     _write(out, facts, list(log.cells.values()), as_json)
 
 
-def _warn(chosen: list[Method], draft: str | None, draft_tokens: int) -> None:
-    """Says which settings change nothing."""
+def _warn_drafting(chosen: list[Method], draft: str | None, draft_tokens: int) -> None:
+    """Says which settings of the draft change nothing."""
     if not draft_tokens:
         if draft is not None:
             stderr().print("--draft has no effect: --draft-tokens is 0", style="yellow")
@@ -129,6 +130,14 @@ def _warn(chosen: list[Method], draft: str | None, draft_tokens: int) -> None:
             stderr().print(
                 "--draft-tokens is 0: dustin goes by the target's last token alone", style="yellow"
             )
+
+
+def _warn_tasks(tasks: tuple[str, ...], given: dict[str, bool]) -> None:
+    """Says which settings no task reads."""
+    readers = {"--depths": {"needle"}, "--text": {"perplexity"}, "--books": {"needle", "perplexity"}}
+    for option, its in readers.items():
+        if given[option] and not its & set(tasks):
+            stderr().print(f"{option} has no effect: it is for {' and '.join(sorted(its))}", style="yellow")
 
 
 def _write(out: Path, facts: dict[str, Any], cells: list[dict[str, Any]], as_json: bool) -> None:

@@ -121,6 +121,7 @@ class Runner:
         pass tells. The text has a whole number of blocks and one token more."""
         count = len(text) - 1
         assert count % BLOCK == 0
+        self._session = None  # its cache would lie beside the new one
         panel, engine = self._build(text)
         params = SamplingParams(max_tokens=count + 2, ignore_eos=True, logprobs=0)
         self._read(panel, engine, prompt[:-1])
