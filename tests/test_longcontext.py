@@ -16,7 +16,7 @@ from foretell.bench.longcontext.answer import BLOCK, Drafting, Runner, _score
 from foretell.bench.longcontext.methods import CHOICES, Method, methods
 from foretell.bench.longcontext.panel import block_attention
 from foretell.bench.longcontext.questions import Question
-from foretell.bench.longcontext.run import summarise
+from foretell.bench.longcontext.run import Settings, passages, summarise
 from foretell.cache import KVCache
 from foretell.errors import InputError
 from foretell.models.load import LoadedModel
@@ -126,6 +126,18 @@ def test_texts_are_scored_as_a_masked_oracle_scores_them(zoo_model):
     assert full.value != pytest.approx(streaming.value, abs=1e-2)
     assert streaming.tokens == 2 * BLOCK
     assert streaming.read == 24 * 2 / (2 * BLOCK)
+
+
+def test_a_whole_context_can_be_scored(tiny):
+    """Prompt, text and what is drawn behind it fill the model's context to the last position."""
+    context = tiny.model.max_context
+    settings = Settings((context,), 1, 1, BLOCK, ("perplexity",))
+    (passage, *_) = passages(settings, tiny.tokenizer)
+    found = Runner(tiny, methods(["streaming"], [64]), Drafting(tokens=0), context).perplexity(
+        passage.ids, passage.text
+    )
+    assert [outcome.tokens for outcome in found] == [BLOCK, BLOCK]
+    assert len(passage.ids) + BLOCK + 2 == context
 
 
 def test_looking_ahead_does_not_know_the_text(zoo_model):

@@ -137,11 +137,11 @@ def test_passages_are_read_and_scored_whole(words, tmp_path):
     settings = Settings((400, 500), 1, 1, 16, (PERPLEXITY,), books=tmp_path)
     found = passages(settings, words)
     assert [(p.id, len(p.ids), len(p.text)) for p in found] == [
-        ("perplexity 400 a", 383, 17),
-        ("perplexity 500 a", 483, 17),
+        ("perplexity 400 a", 382, 17),
+        ("perplexity 500 a", 482, 17),
     ]
     assert words.decode([*found[0].ids, *found[0].text]) == words.decode(
-        words.encode("one two three. " * 200)[:400]
+        words.encode("one two three. " * 200)[:399]
     )
     assert passages(Settings((400,), 1, 1, 16, ("kv",)), words) == []
     with pytest.raises(InputError, match="the book a has 1400 tokens, 2000 are wanted"):

@@ -105,7 +105,7 @@ def longcontext(
     asked, read = bench.questions(settings, loaded.tokenizer), bench.passages(settings, loaded.tokenizer)
     facts: dict[str, Any] = {
         "model": model,
-        "draft": draft or "the target, snapkv over 512 tokens",
+        "draft": (draft or "the target, snapkv over 512 tokens") if draft_tokens else "nobody",
         "draft_tokens": draft_tokens,
         "lengths": lengths_,
         "prompts": [question.id for question in asked] + [passage.id for passage in read],

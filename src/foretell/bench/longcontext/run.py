@@ -128,8 +128,9 @@ def _passage(book: Book, length: int, settings: Settings, tokenizer: Tokenizer) 
     ids = tokenizer.encode(book.text, special=False)
     if len(ids) < length:
         raise InputError(f"the book {book.name} has {len(ids)} tokens, {length} are wanted")
-    read = length - settings.text - 1
-    return Passage(f"{PERPLEXITY} {length} {book.name}", length, ids[:read], ids[read:length])
+    # the first token of the text comes of a full pass, and one is drawn behind the last block
+    read = length - settings.text - 2
+    return Passage(f"{PERPLEXITY} {length} {book.name}", length, ids[:read], ids[read : length - 1])
 
 
 def measure(
