@@ -48,6 +48,7 @@ MAY_IMPORT = {
         "sparse",
         "cache",
         "kernels",
+        "verify",
     },
     "profiling": SHARED | {"kernels", "cache", "attention", "models", "sparse", "bench"},
     "cli": SHARED

@@ -91,7 +91,11 @@ class Log:
                 for item, answer in zip(items, answers, strict=True)
             ],
         }
-        self.cells[cell.key] = value
+        self.append(value)
+
+    def append(self, value: dict[str, Any]) -> None:
+        """Adds a line; its `key` tells what it is."""
+        self.cells[value["key"]] = value
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(value) + "\n")
 

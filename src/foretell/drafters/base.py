@@ -20,7 +20,7 @@ from foretell.models.base import TargetModel
 from foretell.models.catalog import Report
 from foretell.models.tokenizer import Tokenizer
 from foretell.sampling import Sampler
-from foretell.sparse import Heads, KVReader, ModelShape, Profile
+from foretell.sparse import Heads, ModelShape, Profile, Reader
 from foretell.types import DraftTree, Needs, StepPlan, Verdict
 
 _log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class AttendingDrafter(Drafter, Protocol):
         ...
 
 
-def looks_ahead(drafter: Drafter, reader: KVReader) -> bool:
+def looks_ahead(drafter: Drafter, reader: Reader) -> bool:
     """Whether the drafter tells the reader where its drafts look; asks it to, if the policy wants that."""
     if not reader.wants_draft:
         return False

@@ -46,6 +46,7 @@ from foretell.sparse import (
     Heads,
     KVReader,
     ModelShape,
+    Reader,
     choose,
     draft_mass,
     goes_by_profile,
@@ -110,7 +111,7 @@ class SparseTargetDrafter:
     expects = 0.02
 
     def __init__(
-        self, target: TargetModel, reader: KVReader, inner: Inner | None = None, name: str = ""
+        self, target: TargetModel, reader: Reader, inner: Inner | None = None, name: str = ""
     ) -> None:
         self._target = target
         self._name = name

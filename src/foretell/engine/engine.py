@@ -26,7 +26,7 @@ from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.planner import Planner, StepReport
 from foretell.sampling import Sampler
-from foretell.sparse import KVReader
+from foretell.sparse import Reader
 from foretell.stats import StepStats
 from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, SamplingParams, Verdict
 from foretell.verify import Rule
@@ -87,7 +87,7 @@ class Engine:
         kv_slots: int,
         max_batch: int = 16,
         prefill_chunk: int = 512,
-        reader: KVReader | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self.target = target
         self.rule = rule

@@ -3,7 +3,7 @@
 from foretell.sparse.lookahead import Heads, draft_mass, spread_layers, watching
 from foretell.sparse.policies import KV_CHOICES, POLICIES, Policy, goes_by_profile, select
 from foretell.sparse.profile import ModelShape, Profile, choose, read_profile, shape_of
-from foretell.sparse.reader import KVReader
+from foretell.sparse.reader import KVReader, Reader
 from foretell.sparse.signals import Signals, add_attention, attention_mass
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ModelShape",
     "Policy",
     "Profile",
+    "Reader",
     "Signals",
     "add_attention",
     "attention_mass",

@@ -9,7 +9,8 @@ Shape suffixes: T rows, N positions, H query heads, K key/value heads, D head si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,38 @@ from foretell.sparse.policies import LEAST_BUDGET, OBSERVED, POLICIES, Dustin, P
 from foretell.sparse.profile import Profile
 from foretell.sparse.signals import PageBounds, Signals, add_attention, page_scores
 from foretell.types import NO_NEEDS, Needs
+
+
+class Reader(Protocol):
+    """Says what each request reads; see `KVReader`.
+
+    Attributes:
+        needs: what `observe` wants of the passes.
+        draft_heads: see `KVReader`.
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+    @property
+    def draft_heads(self) -> tuple[Heads, ...]: ...
+    @property
+    def wants_draft(self) -> bool: ...
+    def start(self, request_id: int, prompt: int) -> None: ...
+    def finish(self, request_id: int) -> None: ...
+    def ready(self, request_id: int) -> bool: ...
+    def observe(
+        self,
+        request_id: int,
+        queries: Mapping[int, Queries],
+        rows: Sequence[int],
+        arena: KVArena,
+        lease: Lease,
+    ) -> None: ...
+    def select(
+        self, request_id: int, arena: KVArena, lease: Lease, lookahead_N: Tensor | None = None
+    ) -> Tensor | None:
+        """The places that the next pass reads; None = all."""
+        ...
 
 
 @dataclass(slots=True)
@@ -86,6 +119,15 @@ class KVReader:
     def start(self, request_id: int, prompt: int) -> None:
         """Begins to follow a request."""
         self._histories[request_id] = _History(prompt)
+
+    def resume(self, request_id: int, prompt: int, other: KVReader, known: int) -> None:
+        """As `start`, for a request that finds a prefix in the cache of which `other` has observed every
+        token, as its request `known`, and no token more."""
+        source = other._histories[known]
+        last, bounds = dict(source.last), dict(source.bounds)
+        self._histories[request_id] = replace(
+            source, prompt=prompt, observed=False, window_N=None, last=last, bounds=bounds
+        )
 
     def finish(self, request_id: int) -> None:
         """Forgets a request."""

@@ -1,0 +1,1 @@
+"""What selection policies cost in quality: tasks over long prompts, answered by reading few keys."""
