@@ -34,6 +34,7 @@ from foretell.sparse import (
     shape_of,
 )
 from foretell.sparse.policies import Dustin
+from foretell.sparse.profile import shipped
 from foretell.types import SamplingParams
 from tests import gguf_files, oracle, zoo
 from tests.test_cli import foretell  # noqa: F401
@@ -162,6 +163,16 @@ def test_shipped_profiles_are_chosen_by_shape_and_name(caplog, monkeypatch):
     assert choose(None, TINY, None) is other, "nobody looks ahead: the target's part alone counts"
     assert choose(None, replace(TINY, name="huge"), TINY) is None
     assert choose(None, replace(TINY, layers=4), TINY) is None
+
+
+def test_shipped_profiles_are_sound():
+    found = list(shipped())
+    assert {p.target.name for p in found} >= {"smollm2-135m", "qwen2.5-coder-1.5b"}
+    for profile in found:
+        assert profile.target_heads.heads is not None
+        assert 1 <= len(profile.draft_heads) <= 4
+        for row in profile.found["arr"].values():
+            assert row["random"] < row["profile"] <= row["oracle"]
 
 
 # --- what it changes

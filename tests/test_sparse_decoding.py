@@ -231,7 +231,7 @@ def test_the_library_refuses_and_warns(tiny, caplog):
         LLM(tiny, drafter="self", drafter_options={"budget": "2"})
 
 
-def test_the_library_marks_lossy_answers(tiny):
+def test_the_library_marks_lossy_answers(tiny, caplog):
     ids = [i % 40 + 3 for i in range(30)]
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     lossy = LLM(tiny, drafter="ngram", kv="quest", kv_budget=8).generate(ids, params)[0]
@@ -239,11 +239,13 @@ def test_the_library_marks_lossy_answers(tiny):
     assert (lossy.lossless, whole.lossless) == (False, True)
     plain = LLM(tiny, drafter="none").generate(ids, params)[0]
     assert whole.token_ids == plain.token_ids
+    caplog.clear()
     for drafter in ("none", "ngram", "suffix"):
         below = LLM(tiny, drafter=drafter, kv="quest", kv_budget=8, lossless=True, draft_tokens=4)
         answer = below.generate(ids, params)[0]
         assert (answer.token_ids, answer.lossless) == (plain.token_ids, True)
         assert answer.stats.drafted > 0
+    assert "draft_tokens has no effect" not in caplog.text, "a full pass verifies so many at once"
 
 
 def test_the_command_line_marks_lossy_answers(foretell, gguf_model):  # noqa: F811

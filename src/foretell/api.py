@@ -164,7 +164,7 @@ class LLM:
         reading = settle(kv, kv_budget, lossless, kv_profile, parts)
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
         self.loaded = _load(model, loading, report)
-        if drafter == "none" and draft_tokens:
+        if drafter == "none" and draft_tokens and not (reading.policy and lossless):
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
         slots = kv_tokens or DEFAULT_KV_TOKENS
