@@ -30,11 +30,12 @@ MAY_IMPORT = {
     "sparse": SHARED | {"kernels", "cache", "attention"},
     "verify": SHARED,
     "planner": SHARED | {"cache", "attention", "models"},
+    "parallel": SHARED | {"kernels", "cache", "attention", "models", "planner"},
     "heads": SHARED | {"kernels", "cache", "attention", "models"},
     "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads", "sparse"},
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
-    "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse"},
+    "api": SHARED | {"parallel", "engine", "models", "drafters", "verify", "planner", "sparse"},
     "bench": SHARED
     | {
         "api",
@@ -47,8 +48,10 @@ MAY_IMPORT = {
         "sparse",
         "cache",
         "kernels",
+        "parallel",
     },
-    "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
+    "cli": SHARED
+    | {"parallel", "api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
 }
 
 
