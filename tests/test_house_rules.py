@@ -141,7 +141,7 @@ def test_documented_commands_parse(line):
 
     command, args = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
     context = click.Context(command)
-    while hasattr(command, "commands"):
+    while args and args[0] in getattr(command, "commands", {}):
         name, command, args = command.resolve_command(context, args)
         assert command is not None, f"{line}: no such command"
         context = click.Context(command, parent=context, info_name=name)

@@ -256,11 +256,10 @@ def test_metas_rule():
     link = Link(1e15, 1e9, 0)  # a slow link: nothing is hidden
     for new, wanted in ((124, False), (125, True)):
         assert prefers_kv(Work(4, new, 1000 - new, 128, 8, 128, 2), link) is wanted
-    fast = Link(
-        8e14, 5e10, 0
-    )  # threshold: N C Hkv e / (2 Hq BW) = 4 * 8e14 * 8 * 2 / (2 * 128 * 5e10) = 8000
-    assert prefers_kv(Work(4, 8000, 10**6, 128, 8, 128, 2), fast)
-    assert not prefers_kv(Work(4, 7999, 10**6, 128, 8, 128, 2), fast)
+    # at least N C Hkv e / (2 Hq BW) = 4 * 8e14 * 8 * 2 / (2 * 128 * 5e10) = 4000 new tokens
+    fast = Link(8e14, 5e10, 0)
+    assert prefers_kv(Work(4, 4000, 10**6, 128, 8, 128, 2), fast)
+    assert not prefers_kv(Work(4, 3999, 10**6, 128, 8, 128, 2), fast)
     assert not prefers_kv(Work(4, 0, 10, 8, 8, 64, 2), fast)
 
 

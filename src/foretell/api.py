@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -27,6 +28,8 @@ from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
+from foretell.parallel.model import ShardedModel
+from foretell.parallel.team import TIMEOUT, Team, check_ranks, identity, under_torchrun
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
 from foretell.sparse import KV_CHOICES, POLICIES, KVReader, Policy
 from foretell.sparse.policies import LEAST_BUDGET
@@ -39,6 +42,7 @@ Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
 
 DEFAULT_KV_TOKENS = 16384
 DEFAULT_KV_BUDGET = 512
+PREFILL_CHUNK = 512  # tokens of a prompt that each rank reads in a step
 _LOADING = {"device": "auto", "impl": "auto", "weights": "stored", "allow_untested": False}
 
 _log = logging.getLogger(__name__)
@@ -130,6 +134,10 @@ class LLM:
         kv_budget: with a policy, how many tokens of its history a step reads; None = 512.
         lossless: with a policy, what it lets through is only a draft: a full pass verifies `draft_tokens` of
             its tokens at once.
+        context_parallel: spread the KV cache over so many ranks: processes on this machine, which are started
+            now, or those that torchrun started. `kv_tokens` is what one rank holds. On all but rank 0 of
+            torchrun this constructor does not return: it serves rank 0, then ends the process.
+        rank_timeout: seconds that a rank may take for its part of an exchange.
         report: called with (what, done, total) while a model is fetched or converted.
 
     Raises:
@@ -154,8 +162,11 @@ class LLM:
         kv: str = "full",
         kv_budget: int | None = None,
         lossless: bool = False,
+        context_parallel: int = 1,
+        rank_timeout: float = TIMEOUT,
         report: Report | None = None,
     ) -> None:
+        check_ranks(context_parallel)
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
@@ -172,10 +183,14 @@ class LLM:
             raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
         self.loaded = _load(model, loading, report)
+        if context_parallel > 1:
+            self.loaded = _shared(self.loaded, context_parallel, rank_timeout)
         if drafter == "none" and draft_tokens:
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
-        slots = kv_tokens or DEFAULT_KV_TOKENS
+        model_now = self.loaded.model
+        ranks = model_now.ranks if isinstance(model_now, ShardedModel) else 1
+        slots = (kv_tokens or DEFAULT_KV_TOKENS) * ranks
         if isinstance(drafter, str):
             learning = rule.invariant
             context = DrafterContext(
@@ -193,6 +208,7 @@ class LLM:
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
+            prefill_chunk=PREFILL_CHUNK * ranks,
             reader=reader,
         )
 
@@ -200,7 +216,9 @@ class LLM:
         """Measured, unless the length is given, or a draft of another length would change the text."""
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
-        table = load_or_measure(self.loaded.model, self.loaded.folder)
+        # how fast several ranks are together is nothing to keep: it depends on who else runs on the machine
+        alone = not isinstance(self.loaded.model, ShardedModel)
+        table = load_or_measure(self.loaded.model, self.loaded.folder if alone else None)
         return AdaptivePlanner(table, drafter.draft_tokens)
 
     def generate(
@@ -314,6 +332,22 @@ def _load(
     if any(loading[name] != unset for name, unset in _LOADING.items()):
         raise InputError("device, impl, weights and allow_untested belong to loading; the model is loaded")
     return model
+
+
+def _shared(loaded: LoadedModel, ranks: int, timeout: float) -> LoadedModel:
+    """The model over several ranks; on other ranks than 0 this never returns."""
+    model = loaded.model
+    if isinstance(model, ShardedModel):
+        raise InputError("the loaded model is spread over ranks already", hint="leave out context_parallel")
+    if under_torchrun():
+        team, command = Team.join(timeout), sys.argv[1:]
+    else:
+        again = {"name": str(loaded.folder), "device": str(model.device), "impl": model.impl}
+        again |= {"weights": model.weights}
+        team = Team.start(ranks, {**again, "allow_untested": model.impl == "hf"}, timeout)
+        command = None
+    team.compare(identity(model, command))
+    return replace(loaded, model=team.share(model))
 
 
 def _reading(kv: str, budget: int | None, lossless: bool) -> tuple[Policy | None, int]:

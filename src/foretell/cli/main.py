@@ -22,7 +22,7 @@ app.command()(demo.demo)
 app.command()(pull.pull)
 app.command()(inspect.inspect)
 app.command()(drafters.drafters)
-app.command()(plan.plan)
+app.add_typer(plan.app)
 app.add_typer(bench.app)
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Entry point: user errors are an error line and a hint on stderr, and exit code 2."""
     import logging
 
-    from foretell.errors import InputError
+    from foretell.errors import InputError, RankError
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
@@ -40,6 +40,9 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.exit(2)
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ latency, takes any sizes and works on gloo and NCCL alike; rings, gathers and al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ class Pending:
 
     works: list[dist.Work]
     keep: list[Tensor]
+    explain: Callable[[str], str] = str
 
     def wait(self) -> None:
         """Until everything has been sent and received.
@@ -32,9 +33,7 @@ class Pending:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RankError(
-                f"a rank is gone or did not answer in time: {str(error).splitlines()[0]}"
-            ) from error
+            raise RankError(self.explain(str(error))) from error
         finally:
             self.works.clear()
             self.keep.clear()
@@ -47,6 +46,7 @@ class Group:
     Args:
         rank, size: of this process, of the group.
         process_group: of torch.distributed; None = the default one. Unused where `size` is 1.
+        explain: says which rank is to blame for an error.
 
     Attributes:
         sent: bytes that this rank has sent, per purpose.
@@ -55,6 +55,7 @@ class Group:
     rank: int
     size: int
     process_group: dist.ProcessGroup | None = None
+    explain: Callable[[str], str] = str
     sent: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -82,8 +83,8 @@ class Group:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise RankError(f"a rank is gone: {str(error).splitlines()[0]}") from error
-        return Pending(works, [*incoming.values(), *outgoing.values()])
+            raise RankError(self.explain(str(error))) from error
+        return Pending(works, [*incoming.values(), *outgoing.values()], self.explain)
 
     def gather(self, purpose: str, own: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
         """Every rank's tensor, in order of rank; `shapes` are known to all."""
