@@ -1,13 +1,15 @@
-"""The engine on several ranks: the same text as on one, whoever drafts; and what happens when a rank is lost."""
+"""The engine on several ranks: the same text as on one, whoever drafts; and what happens when one is lost."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,8 +66,8 @@ def test_text_is_that_of_one_process(plain, ranks, drafter, how):
         found = llm.generate(PROMPTS, PARAMS[how])
         assert [c.token_ids for c in found] == wanted
         llm.engine.cache.check_integrity()
-    if drafter == "ngram":
-        assert llm.engine.stats.accepted > 0
+    if drafter == "suffix" and how == "greedy":
+        assert llm.engine.stats.accepted > 20, "the second run repeats what the first one said"
     assert llm.engine.cache.reused > 0 or drafter == "self"
 
 
@@ -93,11 +95,11 @@ def test_memory_of_a_rank_is_its_share_and_a_long_prompt_fits(path, ranks):
     size, own = ranks.loaded.model.ranks, ranks.engine.cache.arena
     assert own.slots == 200 * size
     assert own.keys_LKSD.shape[2] == 200
-    prompt = PROMPTS[1] * 4  # 332 tokens
+    prompt = PROMPTS[1] * 2  # 166 tokens
     with pytest.raises(InputError, match="KV slots"):
-        LLM(path, drafter="none", kv_tokens=200).generate([prompt], PARAMS["greedy"])
-    answer = ranks.generate([prompt], PARAMS["greedy"])[0]
-    assert len(answer.token_ids) == 14
+        LLM(path, drafter="none", kv_tokens=100).generate([prompt], PARAMS["greedy"])
+    llm = LLM(ranks.loaded, drafter="none", kv_tokens=100)
+    assert len(llm.generate([prompt], PARAMS["greedy"])[0].token_ids) == 14
 
 
 def test_scattered_rows_move_between_ranks(ranks):
@@ -106,7 +108,7 @@ def test_scattered_rows_move_between_ranks(ranks):
     store, size = arena.store.own, arena.grain
     held = torch.arange(0, 40, size)
     store.keys_LKSD[:, :, : len(held)] = held.view(1, 1, -1, 1).float()
-    source = [slot for slot in range(3 * size, 9 * size, 2)][:7]
+    source = list(range(3 * size, 9 * size, 2))[:7]
     arena.move(source, size)
     for place, slot in enumerate(source):
         if (size + place) % size == 0 and slot % size == 0:
@@ -172,7 +174,7 @@ os.kill(os.getpid(), 9)
 
 def _runs(pid: int) -> bool:
     try:
-        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state != "Z"
@@ -192,16 +194,14 @@ def test_differing_ranks_are_refused(plain):
 
     store, own = HashStore(), identity(plain.loaded.model, ["generate", "Hello"])
     Team(1, 3, store).store.set("identity/1", '{"foretell": "0.0.1"}')
-    import json
-
     store.set("identity/2", json.dumps(own))
     with pytest.raises(InputError, match="rank 1 differs from rank 0 in command: None"):
         Team(0, 3, store).compare(own)
     store.set("identity/1", json.dumps({**own, "foretell": "0.0.1"}))
-    with pytest.raises(InputError, match="rank 1 differs from rank 0 in foretell: '0.0.1', not"):
+    with pytest.raises(InputError, match=r"rank 1 differs from rank 0 in foretell: '0\.0\.1', not"):
         Team(0, 3, store).compare(own)
     store.set("identity/1", json.dumps({**own, "command": ["generate", "Bye"]}))
-    with pytest.raises(InputError, match="in command: .*Bye.* not .*Hello"):
+    with pytest.raises(InputError, match=r"in command: .*Bye.* not .*Hello"):
         Team(2, 3, store).compare(own)
 
 

@@ -50,6 +50,7 @@ class Group:
 
     Attributes:
         sent: bytes that this rank has sent, per purpose.
+        exchanges: how many it has begun.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     explain: Callable[[str], str] = str
     sent: dict[str, int] = field(default_factory=dict)
+    exchanges: int = 0
 
     @property
     def others(self) -> list[int]:
@@ -73,6 +75,7 @@ class Group:
         Raises:
             RankError: another rank is gone.
         """
+        self.exchanges += 1
         incoming = {peer: x for peer, x in receives.items() if x.numel()}
         outgoing = {peer: x for peer, x in sends.items() if x.numel()}
         self.sent[purpose] = self.sent.get(purpose, 0) + sum(x.nbytes for x in outgoing.values())

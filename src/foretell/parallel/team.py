@@ -40,7 +40,8 @@ MOST_RANKS = 512
 TIMEOUT = 60.0  # seconds that a rank may take for its part of an exchange
 _FOREVER = timedelta(days=3650)
 _BEAT = 1.0
-_SILENT = 5.0  # seconds without a sign of life
+_SILENT = 3.0  # seconds without a sign of life
+LOST = 75  # exit code of a rank that ended because it lost another
 _GRACE = 3.0  # seconds for a process to end by itself
 
 
@@ -102,6 +103,7 @@ class Team:
     children: dict[int, tuple[subprocess.Popen[bytes], IO[bytes]]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
     _control: dist.ProcessGroup | None = None
+    _group: Group | None = None
 
     @staticmethod
     def start(size: int, model: Mapping[str, Any], timeout: float = TIMEOUT) -> Team:
@@ -162,7 +164,7 @@ class Team:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         except RuntimeError as error:
             raise RankError(self.explain(str(error))) from error
-        threading.Thread(target=_beat, args=(self.store, self.rank, self._stop), daemon=True).start()
+        threading.Thread(target=_beat, args=(self,), daemon=True).start()
 
     def compare(self, own: Mapping[str, Any]) -> None:
         """Raises InputError, on every rank, where one differs from rank 0 in what must be equal."""
@@ -185,14 +187,12 @@ class Team:
     def share(self, model: TargetModel, variant: str | None = None) -> ShardedModel:
         """The model over all ranks, on rank 0; the other ranks do their part until rank 0 ends, and this
         process with it."""
-        group = Group(self.rank, self.size, explain=self.explain)
+        self._group = group = Group(self.rank, self.size, explain=self.explain)
         part = Rank(model, group)
         channel = Channel(self.rank, self.size, self._control, self.explain)
         if self.rank:
-            try:
-                follow(part, channel)
-            finally:
-                self._stop.set()
+            follow(part, channel)
+            self._stop.set()
             sys.exit(0)
         shared = ShardedModel(part, channel, self, variant)
         weakref.finalize(shared, _leave, channel, self)
@@ -233,26 +233,35 @@ class Team:
                 time.sleep(0.05)
 
     def _ended(self, rank: int) -> str | None:
-        """What a child's end looks like; None = it runs."""
+        """What a child's end looks like; None = it runs, or ended because of another."""
         process, log = self.children[rank]
         code = process.poll()
-        if code is None:
+        if code in (None, LOST):
             return None
         log.seek(0)
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        assert code is not None
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"rank {rank} {how}" + (f": {lines[-1].strip()}" if lines and code > 0 else "")
 
     def _quiet(self, error: str) -> str:
-        """The rank whose last sign of life is oldest, if it is old; else the error as it is."""
-        ages = {}
-        for rank in range(1, self.size):
-            key = f"beat/{rank}"
-            with contextlib.suppress(RuntimeError):
-                ages[rank] = time.time() - float(self.store.get(key)) if self.store.check([key]) else 1e9
-        oldest = max(ages, key=lambda rank: ages[rank], default=0)
-        if oldest and ages[oldest] > _SILENT:
+        """The rank whose last sign of life is oldest, if it is old; else the one that is behind in exchanges;
+        else the error as it is."""
+        now, seen = time.time(), {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(1, self.size):
+                key = f"beat/{rank}"
+                found = self.store.get(key).split() if self.store.check([key]) else (b"0", b"0")
+                seen[rank] = float(found[0]), int(found[1])
+        running = {
+            r: s for r, s in seen.items() if r not in self.children or self.children[r][0].poll() is None
+        }
+        oldest = min(running, key=lambda rank: running[rank][0], default=0)
+        if oldest and now - running[oldest][0] > _SILENT:
             return f"rank {oldest} gives no sign of life"
+        slowest = min(seen, key=lambda rank: seen[rank][1], default=0)
+        if slowest and self._group is not None and seen[slowest][1] < self._group.exchanges:
+            return f"rank {slowest} did not do its part within {self.timeout:g} seconds"
         return f"a rank did not do its part within {self.timeout:g} seconds: {error}"
 
 
@@ -276,12 +285,13 @@ def _start_worker(
     return process, log
 
 
-def _beat(store: Store, rank: int, stop: threading.Event) -> None:
-    """Signs of life, until the store or the process ends."""
+def _beat(team: Team) -> None:
+    """Signs of life, with the number of exchanges so far, until the store or the process ends."""
     with contextlib.suppress(RuntimeError):
-        while not stop.is_set():
-            store.set(f"beat/{rank}", str(time.time()))
-            stop.wait(_BEAT)
+        while not team.closed:
+            done = 0 if team._group is None else team._group.exchanges
+            team.store.set(f"beat/{team.rank}", f"{time.time()} {done}")
+            team._stop.wait(_BEAT)
 
 
 def _leave(channel: Channel, team: Team) -> None:

@@ -14,8 +14,9 @@ from torch._C._distributed_c10d import TCPStore
 
 def main() -> None:
     """Loads rank 0's model and does its part until rank 0 ends."""
+    from foretell.errors import RankError
     from foretell.models.load import load_model
-    from foretell.parallel.team import Team, identity
+    from foretell.parallel.team import LOST, Team, identity
 
     rank, size, port, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -26,7 +27,11 @@ def main() -> None:
     store.set(f"ready/{rank}", "yes")
     team.connect("gloo")
     team.compare(identity(loaded.model))
-    team.share(loaded.model)
+    try:
+        team.share(loaded.model)
+    except RankError as error:  # threads of the group may not end in time for an orderly exit
+        print(error, file=sys.stderr, flush=True)
+        os._exit(LOST)
 
 
 def _end_with_parent() -> None:
