@@ -95,6 +95,9 @@ def test_memory_of_a_rank_is_its_share_and_a_long_prompt_fits(path, ranks):
     size, own = ranks.loaded.model.ranks, ranks.engine.cache.arena
     assert own.slots == 200 * size
     assert own.keys_LKSD.shape[2] == 200
+    alone = LLM(path, drafter="none", kv_tokens=200 * size).engine.cache.arena
+    assert ranks.ranks is not None
+    assert ranks.ranks["kv_bytes_per_rank"] * size == alone.keys_LKSD.nbytes + alone.values_LKSD.nbytes
     prompt = PROMPTS[1] * 2  # 166 tokens
     with pytest.raises(InputError, match="KV slots"):
         LLM(path, drafter="none", kv_tokens=100).generate([prompt], PARAMS["greedy"])

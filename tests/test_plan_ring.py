@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from foretell.bench import ring as ring_bench
 from foretell.cli.main import main
 from foretell.errors import InputError
 from foretell.parallel.choose import Link
@@ -132,3 +133,16 @@ def test_the_command_and_its_parent(foretell, tmp_path):
     )
     assert code == 2
     assert "--p has no effect before 'ring'" in err
+
+
+def test_the_bench_counts_cells_and_bytes():
+    found = ring_bench.balance(4, 16)
+    assert found["zigzag"]["spread_per_step"] == 0
+    assert found["zigzag"]["wall_to_mean"] == 1
+    assert found["contiguous"]["most_to_mean"] > 1.7
+    assert found["contiguous"]["wall_to_mean"] >= found["contiguous"]["most_to_mean"]
+    value, spans = ring_bench.measure(ring_bench.Setting(2, 32, 4, 2, 8), "zigzag", 1)
+    assert (
+        value["sent_bytes"]["pass-kv"] == value["sent_bytes"]["all-gather"] == value["formula_bytes"] == 4096
+    )
+    assert {(s.rank, s.kind) for s in spans} == {(r, k) for r in (0, 1) for k in ("compute", "transfer")}

@@ -212,6 +212,17 @@ class LLM:
             reader=reader,
         )
 
+    @property
+    def ranks(self) -> dict[str, Any] | None:
+        """Where the cache is spread over ranks: how many, each one's bytes of keys and values, the tokens that
+        fit on all, and the bytes that rank 0 has sent so far, by purpose; None = one process."""
+        model, arena = self.loaded.model, self.engine.cache.arena
+        if not isinstance(model, ShardedModel):
+            return None
+        held = arena.keys_LKSD.nbytes + arena.values_LKSD.nbytes
+        sent = dict(model.rank.group.sent)
+        return {"ranks": model.ranks, "kv_bytes_per_rank": held, "kv_tokens": arena.slots, "sent_bytes": sent}
+
     def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None, adaptive: bool) -> Planner:
         """Measured, unless the length is given, or a draft of another length would change the text."""
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):

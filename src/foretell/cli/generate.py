@@ -116,6 +116,8 @@ def to_json(llm: LLM, completion: Completion, *, with_logprobs: bool) -> dict[st
         "impl": completion.impl,
         "stats": completion.stats.to_json(),
     }
+    if (ranks := llm.ranks) is not None:
+        value["context_parallel"] = ranks
     if with_logprobs:
         value["logprobs"] = [
             {
