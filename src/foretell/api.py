@@ -214,7 +214,7 @@ class LLM:
 
     @property
     def ranks(self) -> dict[str, Any] | None:
-        """Where the cache is spread over ranks: how many, each one's bytes of keys and values, the tokens that
+        """Where the cache is spread over ranks: how many, bytes of keys and values of each, tokens that
         fit on all, and the bytes that rank 0 has sent so far, by purpose; None = one process."""
         model, arena = self.loaded.model, self.engine.cache.arena
         if not isinstance(model, ShardedModel):

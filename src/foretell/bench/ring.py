@@ -158,8 +158,8 @@ def _serial(attention: Attention, q_THD: Tensor, block_2KND: Tensor) -> None:
             block_2KND = arriving
 
 
-def _on_rank(rank: int, setting: Setting, layout: str, repeats: int, folder: str) -> None:
-    """One rank's measurements, written to the folder."""
+def measure_rank(rank: int, setting: Setting, layout: str, repeats: int, folder: str) -> None:
+    """One rank's part of `measure`: ranks meet in the folder, and leave their results in it."""
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     limit = timedelta(seconds=TIMEOUT)
@@ -195,14 +195,19 @@ def measure(setting: Setting, layout: str, repeats: int) -> tuple[dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         args = setting, layout, repeats, folder
-        processes = [context.Process(target=_on_rank, args=(r, *args)) for r in range(setting.ranks)]
+        processes = [context.Process(target=measure_rank, args=(r, *args)) for r in range(setting.ranks)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if failed := [rank for rank, process in enumerate(processes) if process.exitcode]:
             raise RankError(f"rank {failed[0]} ended with code {processes[failed[0]].exitcode}")
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(setting.ranks)]
+        return collect(setting, folder)
+
+
+def collect(setting: Setting, folder: str) -> tuple[dict[str, Any], list[Span]]:
+    """What `measure_rank` left in the folder; see `measure`."""
+    found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(setting.ranks)]
     seconds = {name: max(own[0][name] for own in found) for name in found[0][0]}
     sent = {name: max(own[1][name] for own in found) for name in VARIANTS}
     return {

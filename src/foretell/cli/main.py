@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -32,7 +33,9 @@ def main() -> None:
 
     from foretell.errors import InputError, RankError
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    # torchrun starts this on every rank; rank 0 speaks
+    level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.CRITICAL
+    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()
     except InputError as error:

@@ -61,14 +61,20 @@ def check_ranks(ranks: int) -> None:
         raise InputError(f"context_parallel must be from 1 to {MOST_RANKS}, got {ranks}")
     started = world_size()
     if started is not None and started != ranks:
-        raise InputError(
+        raise _refusal(
+            int(os.environ["RANK"]),
             f"context_parallel is {ranks}, but torchrun started {started} ranks",
-            hint="leave context_parallel out: torchrun says how many",
+            "leave context_parallel out: torchrun says how many",
         )
     if started is None and ranks > 1 and dist.is_initialized():
         raise InputError(
             "this process belongs to a group of ranks already", hint="share the loaded model (LLM.loaded)"
         )
+
+
+def _refusal(rank: int, message: str, hint: str) -> BaseException:
+    """What all ranks find wrong: rank 0 says it, the others end without a word."""
+    return SystemExit(2) if rank else InputError(message, hint=hint)
 
 
 def identity(model: TargetModel, command: list[str] | None = None) -> dict[str, Any]:
@@ -167,7 +173,7 @@ class Team:
         threading.Thread(target=_beat, args=(self,), daemon=True).start()
 
     def compare(self, own: Mapping[str, Any]) -> None:
-        """Raises InputError, on every rank, where one differs from rank 0 in what must be equal."""
+        """Raises InputError where a rank differs from rank 0 in what must be equal; the other ranks end."""
         self.store.set(f"identity/{self.rank}", json.dumps(own))
         keys = [f"identity/{rank}" for rank in range(self.size)]
         try:
@@ -178,10 +184,11 @@ class Team:
         for rank, other in enumerate(others, 1):
             for name in sorted(first.keys() | other.keys()):
                 if first.get(name) != other.get(name):
-                    raise InputError(
+                    raise _refusal(
+                        self.rank,
                         f"rank {rank} differs from rank 0 in {name}: {other.get(name)!r}, not "
                         f"{first.get(name)!r}",
-                        hint="start all ranks with the same version, model and command",
+                        "start all ranks with the same version, model and command",
                     )
 
     def share(self, model: TargetModel, variant: str | None = None) -> ShardedModel:
