@@ -69,7 +69,7 @@ def test_the_command_line_is_frozen():
     def walk(command, path):
         for name, sub in sorted(getattr(command, "commands", {}).items()):
             walk(sub, [*path, name])
-        if not getattr(command, "commands", {}):
+        if not getattr(command, "commands", {}) or getattr(command, "invoke_without_command", False):
             options = sorted("/".join(p.opts) for p in command.params)
             lines.append(f"{' '.join(path)}: {' '.join(options)}")
 

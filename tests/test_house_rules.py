@@ -30,12 +30,13 @@ MAY_IMPORT = {
     "sparse": SHARED | {"kernels", "cache", "attention"},
     "verify": SHARED,
     "planner": SHARED | {"cache", "attention", "models"},
+    "parallel": SHARED | {"kernels", "cache", "attention", "models", "planner"},
     "heads": SHARED | {"kernels", "cache", "attention", "models"},
     "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads", "sparse"},
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
     "reading": SHARED | {"engine", "models", "drafters", "verify", "sparse"},
-    "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse", "reading"},
+    "api": SHARED | {"parallel", "engine", "models", "drafters", "verify", "planner", "sparse", "reading"},
     "bench": SHARED
     | {
         "api",
@@ -49,10 +50,11 @@ MAY_IMPORT = {
         "cache",
         "kernels",
         "verify",
+        "parallel",
     },
     "profiling": SHARED | {"kernels", "cache", "attention", "models", "sparse", "bench"},
     "cli": SHARED
-    | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench", "profiling"},
+    | {"parallel", "api", "engine", "models", "heads", "drafters", "verify", "planner", "bench", "profiling"},
 }
 
 
@@ -142,7 +144,7 @@ def test_documented_commands_parse(line):
 
     command, args = typer.main.get_command(app), shlex.split(line, comments=True)[1:]
     context = click.Context(command)
-    while hasattr(command, "commands"):
+    while args and args[0] in getattr(command, "commands", {}):
         name, command, args = command.resolve_command(context, args)
         assert command is not None, f"{line}: no such command"
         context = click.Context(command, parent=context, info_name=name)

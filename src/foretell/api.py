@@ -25,8 +25,11 @@ from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
+from foretell.parallel.model import ShardedModel
+from foretell.parallel.share import share
+from foretell.parallel.team import TIMEOUT, check_ranks
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
-from foretell.reading import settle
+from foretell.reading import Reading, settle
 from foretell.sparse import Profile
 from foretell.stats import StepStats
 from foretell.types import FinishReason, SamplingParams
@@ -36,6 +39,7 @@ from foretell.verify import RULES, Rule
 Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
 
 DEFAULT_KV_TOKENS = 16384
+PREFILL_CHUNK = 512  # tokens of a prompt that each rank reads in a step
 _LOADING = {"device": "auto", "impl": "auto", "weights": "stored", "allow_untested": False}
 
 _log = logging.getLogger(__name__)
@@ -129,6 +133,10 @@ class LLM:
             its tokens at once.
         kv_profile: file of the layers and heads that `dustin` goes by (see `foretell profile`); None = a
             shipped one, where one was found for these models.
+        context_parallel: spread the KV cache over so many ranks: processes on this machine, which are started
+            now, or those that torchrun started. `kv_tokens` is what one rank holds. On all but rank 0 of
+            torchrun this constructor does not return: it serves rank 0, then ends the process.
+        rank_timeout: seconds that a rank may take for its part of an exchange.
         report: called with (what, done, total) while a model is fetched or converted.
 
     Raises:
@@ -154,8 +162,11 @@ class LLM:
         kv_budget: int | None = None,
         lossless: bool = False,
         kv_profile: str | os.PathLike[str] | Profile | None = None,
+        context_parallel: int = 1,
+        rank_timeout: float = TIMEOUT,
         report: Report | None = None,
     ) -> None:
+        check_ranks(context_parallel)
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
@@ -164,22 +175,15 @@ class LLM:
         reading = settle(kv, kv_budget, lossless, kv_profile, parts)
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
         self.loaded = _load(model, loading, report)
+        if context_parallel > 1:
+            self.loaded = share(self.loaded, context_parallel, rank_timeout)
         if drafter == "none" and draft_tokens and not (reading.policy and lossless):
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
-        slots = kv_tokens or DEFAULT_KV_TOKENS
+        ranks = _ranks(self.loaded)
+        slots = (kv_tokens or DEFAULT_KV_TOKENS) * ranks
         if isinstance(drafter, str):
-            context = DrafterContext(
-                self.loaded.model,
-                self.tokenizer,
-                slots,
-                self.loaded.folder,
-                learning=rule.invariant,
-                allow_untested=allow_untested,
-                report=report,
-                name=self.loaded.name,
-                kv_profile=reading.profile,
-            )
+            context = self._context(slots, rule, reading, allow_untested, report)
             drafter = build_drafter(drafter, options, context)
         drafter, reader = reading.levels(self.loaded, drafter, rule)
         self.engine = Engine(
@@ -190,14 +194,44 @@ class LLM:
             decode=self.tokenizer.decode,
             kv_slots=slots,
             max_batch=max_batch,
+            prefill_chunk=PREFILL_CHUNK * ranks,
             reader=reader,
+        )
+
+    @property
+    def ranks(self) -> dict[str, Any] | None:
+        """Where the cache is spread over ranks: how many, bytes of keys and values of each, tokens that
+        fit on all, and the bytes that rank 0 has sent so far, by purpose; None = one process."""
+        model, arena = self.loaded.model, self.engine.cache.arena
+        if not isinstance(model, ShardedModel):
+            return None
+        held = arena.keys_LKSD.nbytes + arena.values_LKSD.nbytes
+        sent = dict(model.rank.group.sent)
+        return {"ranks": model.ranks, "kv_bytes_per_rank": held, "kv_tokens": arena.slots, "sent_bytes": sent}
+
+    def _context(
+        self, slots: int, rule: Rule, reading: Reading, allow_untested: bool, report: Report | None
+    ) -> DrafterContext:
+        """What a drafter is built from."""
+        return DrafterContext(
+            self.loaded.model,
+            self.tokenizer,
+            slots,
+            self.loaded.folder,
+            learning=rule.invariant,
+            allow_untested=allow_untested,
+            report=report,
+            name=self.loaded.name,
+            kv_profile=reading.profile,
         )
 
     def _planner(self, drafter: Drafter, rule: Rule, draft_tokens: int | None, adaptive: bool) -> Planner:
         """Measured, unless the length is given, or a draft of another length would change the text."""
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
-        table = load_or_measure(self.loaded.model, self.loaded.folder)
+        # how fast several ranks are together is nothing to keep: it depends on who else runs on the machine
+        alone = not isinstance(self.loaded.model, ShardedModel)
+        table = load_or_measure(self.loaded.model, self.loaded.folder if alone else None)
         direct = drafter.direct_tokens if isinstance(drafter, LayeredDrafter) else 0
         return AdaptivePlanner(table, drafter.draft_tokens, direct)
 
@@ -312,6 +346,11 @@ def _load(
     if any(loading[name] != unset for name, unset in _LOADING.items()):
         raise InputError("device, impl, weights and allow_untested belong to loading; the model is loaded")
     return model
+
+
+def _ranks(loaded: LoadedModel) -> int:
+    """How many share the model's cache."""
+    return loaded.model.ranks if isinstance(loaded.model, ShardedModel) else 1
 
 
 def _parts(drafter: str | Drafter, options: Mapping[str, Any]) -> list[Part]:

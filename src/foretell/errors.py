@@ -15,3 +15,7 @@ class InputError(ValueError):
         super().__init__(message if hint is None else f"{message} ({hint})")
         self.message = message
         self.hint = hint
+
+
+class RankError(RuntimeError):
+    """A run over several ranks that cannot go on: the message names the rank and what happened to it."""

@@ -1,6 +1,6 @@
 """Attention over the KV arena: packing, masks, the one `attend`."""
 
 from foretell.attention.attend import attend
-from foretell.attention.batch import Batch, Queries, Segment, pack
+from foretell.attention.batch import Batch, Elsewhere, Queries, Segment, pack
 
-__all__ = ["Batch", "Queries", "Segment", "attend", "pack"]
+__all__ = ["Batch", "Elsewhere", "Queries", "Segment", "attend", "pack"]

@@ -32,4 +32,6 @@ def attend(
     batch.attend_calls += 1
     if layer in batch.capture:
         batch.queries[layer] = Queries(q_THD.clone(), spec)
+    if batch.elsewhere is not None:
+        return batch.elsewhere(layer, q_THD, k_TKD, v_TKD, spec, kernels)
     return kernels.attend(q_THD, k_TKD, v_TKD, batch.arena.layer(layer), batch.seen(spec.window), spec)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foretell.cache.arena import KVArena
-from foretell.kernels import HeadSpec, Visibility
+from foretell.kernels import HeadSpec, Kernels, Visibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,14 @@ class Queries:
         return Queries(self.q_THD[list(rows)], self.spec)
 
 
+class Elsewhere(Protocol):
+    """Attention over keys that do not all lie in this process's arena; see `attend`."""
+
+    def __call__(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spec: HeadSpec, kernels: Kernels
+    ) -> Tensor: ...
+
+
 @dataclass
 class Batch:
     """One forward pass over packed rows; see `pack`.
@@ -89,6 +98,7 @@ class Batch:
         segments: (first row, Segment) per request.
         attend_calls: attention layers that have run on this batch; the model checks it.
         capture: layers whose queries are wanted; `queries` holds them after the pass.
+        elsewhere: does the attention instead of `kernels.attend` over `arena`.
     """
 
     token_T: Tensor
@@ -100,6 +110,7 @@ class Batch:
     attend_calls: int = 0
     capture: frozenset[int] = frozenset()
     queries: dict[int, Queries] = field(default_factory=dict)
+    elsewhere: Elsewhere | None = None
     _seen: dict[int | None, Visibility] = field(default_factory=dict)
 
     def seen(self, window: int | None) -> Visibility:

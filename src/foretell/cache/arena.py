@@ -43,12 +43,21 @@ class KVArena:
         return self.keys_LKSD.shape[2]
 
     @property
+    def grain(self) -> int:
+        """Ranges begin at multiples of this slot number."""
+        return 1
+
+    @property
     def device(self) -> torch.device:
         return self.keys_LKSD.device
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, [K, S, D] each."""
         return self.keys_LKSD[index], self.values_LKSD[index]
+
+    def keys(self, layer: int, start: int, length: int) -> Tensor:
+        """K of a range of slots, [K, length, D]."""
+        return self.keys_LKSD[layer, :, start : start + length]
 
     def move(self, source: Sequence[int], target: int) -> None:
         """Copies slots `source` to `target, target + 1, ...`; the two may overlap."""

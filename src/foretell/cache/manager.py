@@ -126,11 +126,11 @@ class KVCache:
             kept.pop(0)
 
     def _gap(self, capacity: int, taken: Sequence[Lease]) -> int | None:
-        start = 0
+        start, grain = 0, self.arena.grain
         for lease in sorted(taken, key=lambda lease: lease.start):
             if lease.start - start >= capacity:
                 return start
-            start = lease.start + lease.capacity
+            start = -(-(lease.start + lease.capacity) // grain) * grain
         return start if self.arena.slots - start >= capacity else None
 
     def _drop_overlapping(self, new: Lease) -> None:

@@ -10,6 +10,7 @@ from foretell.cli import (
     bench_adapt,
     bench_drafters,
     bench_longcontext,
+    bench_ring,
     bench_run,
     bench_sparse,
     bench_weights,
@@ -34,6 +35,7 @@ app.command()(bench_adapt.adapt)
 app.command()(bench_sparse.attention)
 app.command()(bench_sparse.verification)
 app.command()(bench_longcontext.longcontext)
+app.command()(bench_ring.ring)
 RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 
 

@@ -52,6 +52,7 @@ def generate(
     kv_budget: opt.KvBudgetOpt = None,
     lossless: opt.LosslessOpt = False,
     kv_profile: opt.KvProfileOpt = None,
+    context_parallel: opt.RanksOpt = None,
 ) -> None:
     """Answer prompts, each token the model's own, several at a time where a draft allows it."""
     params = opt.sampling_params(ctx.params)
@@ -116,6 +117,8 @@ def to_json(llm: LLM, completion: Completion, *, with_logprobs: bool) -> dict[st
         "impl": completion.impl,
         "stats": completion.stats.to_json(),
     }
+    if (ranks := llm.ranks) is not None:
+        value["context_parallel"] = ranks
     if with_logprobs:
         value["logprobs"] = [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -22,7 +23,7 @@ app.command()(demo.demo)
 app.command()(pull.pull)
 app.command()(inspect.inspect)
 app.command()(drafters.drafters)
-app.command()(plan.plan)
+app.add_typer(plan.app)
 app.command()(profile.profile)
 app.add_typer(bench.app)
 
@@ -31,9 +32,11 @@ def main() -> None:
     """Entry point: user errors are an error line and a hint on stderr, and exit code 2."""
     import logging
 
-    from foretell.errors import InputError
+    from foretell.errors import InputError, RankError
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    # torchrun starts this on every rank; rank 0 speaks
+    level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.CRITICAL
+    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()
     except InputError as error:
@@ -41,6 +44,9 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.exit(2)
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,13 @@ KvOpt = Annotated[
 KvBudgetOpt = Annotated[
     int | None, typer.Option("--kv-budget", help="Tokens of its history that a step reads.  [default: 512]")
 ]
+RanksOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--context-parallel",
+        help="Spread the KV cache over so many processes.  [default: 1, or what torchrun started]",
+    ),
+]
 LosslessOpt = Annotated[
     bool, typer.Option("--lossless", help="With --kv: a full pass verifies what few keys let through.")
 ]
@@ -124,8 +131,11 @@ def load_llm(given: Mapping[str, Any]) -> LLM:
     from foretell.api import LLM
     from foretell.cli.console import model_progress
     from foretell.drafters import parse_entries
+    from foretell.parallel.team import under_torchrun, world_size
 
     values = {name: given[name] for name in _LLM_OPTIONS if name in given}
+    if given.get("context_parallel") is not None or under_torchrun():
+        values["context_parallel"] = given.get("context_parallel") or world_size() or 1
     values["drafter_options"] = parse_entries(given.get("drafter_opt") or ())
     with model_progress() as report:
         return LLM(given["model"], **values, report=report)

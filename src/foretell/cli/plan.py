@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretell.cli import options as opt
+from foretell.cli import plan_ring
 from foretell.cli.console import model_progress, print_json, stderr, stdout
 from foretell.errors import InputError
 
 if TYPE_CHECKING:
     from foretell.planner.arithmetic import Speculation
 
+app = typer.Typer(name="plan", invoke_without_command=True)
+app.command()(plan_ring.ring)
 _LENGTHS = 16
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+@app.callback()
 def plan(
+    ctx: typer.Context,
     p: Annotated[float, typer.Option("--p", help="Acceptance of a draft token.", show_default=True)] = 0.8,
     alpha: Annotated[
         float | None,
@@ -58,6 +63,9 @@ def plan(
     as_json: opt.JsonOpt = False,
 ) -> None:
     """Show how speedup depends on draft length, what is best, and what bounds it."""
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return
     from foretell.planner.arithmetic import Speculation
 
     _check(model, context, device, tflops, memory_gbs, link_gbs, heads, kv_heads)
@@ -74,6 +82,14 @@ def plan(
         print_json(value)
     else:
         _print(speculation, value)
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """What stands before a sub-command would have no effect."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"{param.opts[0]} has no effect before {ctx.invoked_subcommand!r}")
 
 
 def _check(

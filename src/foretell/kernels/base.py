@@ -146,3 +146,14 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Stores K and V at each row's slot, then attends: [T, H * D]."""
         ...
+
+    def partial(
+        self, q_THD: Tensor, cache_KSD: tuple[Tensor, Tensor], seen: Visibility, spec: HeadSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attends over a part of the keys, storing nothing.
+
+        Returns:
+            fp32 [T, H, D] and [T, H]: what `attend` would give over these keys alone, and the natural
+            logarithm of the sum of exp(score), sinks included. A row that sees none of them: 0 and -inf.
+        """
+        ...

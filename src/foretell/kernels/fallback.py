@@ -82,6 +82,24 @@ class TorchKernels:
                 out_THD[part] = _attend_one(q_THD[part], k_KND, v_KND, seen_RN, spec)
         return out_THD.flatten(1)
 
+    def partial(
+        self, q_THD: Tensor, cache_KSD: tuple[Tensor, Tensor], seen: Visibility, spec: HeadSpec
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.partial`."""
+        keys_KSD, values_KSD = cache_KSD
+        device, group = keys_KSD.device, spec.heads // spec.kv_heads
+        out_THD = torch.empty(q_THD.shape, dtype=torch.float32, device=device)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=device)
+        for (row, rows), (slots, mask_TN) in zip(seen.segments, seen.masks, strict=True):
+            k_KND, v_KND = keys_KSD[:, _to(slots, device)], values_KSD[:, _to(slots, device)]
+            mask_RN = mask_TN.to(device).repeat_interleave(group, dim=0)
+            for start in range(0, rows, _ROWS_AT_ONCE):
+                end = min(start + _ROWS_AT_ONCE, rows)
+                part = slice(row + start, row + end)
+                seen_RN = mask_RN[start * group : end * group]
+                out_THD[part], lse_TH[part] = _partial_one(q_THD[part], k_KND, v_KND, seen_RN, spec)
+        return out_THD, lse_TH
+
 
 def _to(slots: slice | Tensor, device: torch.device) -> slice | Tensor:
     return slots if isinstance(slots, slice) else slots.to(device)
@@ -102,14 +120,35 @@ def _attend_one(q_THD: Tensor, k_KND: Tensor, v_KND: Tensor, mask_RN: Tensor, sp
 
 
 def _attend_by_hand(q_KRD: Tensor, k_KND: Tensor, v_KND: Tensor, mask_RN: Tensor, spec: HeadSpec) -> Tensor:
+    weights_KRN = _scores(q_KRD, k_KND, mask_RN, spec).softmax(-1)[..., : k_KND.shape[1]]
+    return torch.matmul(weights_KRN.to(v_KND.dtype), v_KND)
+
+
+def _partial_one(
+    q_THD: Tensor, k_KND: Tensor, v_KND: Tensor, mask_RN: Tensor, spec: HeadSpec
+) -> tuple[Tensor, Tensor]:
+    """One request's attention in fp32, and the logarithm of each row's sum; rows without keys: 0, -inf."""
+    rows, group = q_THD.shape[0], spec.heads // spec.kv_heads
+    q_KRD = q_THD.unflatten(1, (spec.kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
+    scores_KRN = _scores(q_KRD, k_KND, mask_RN, spec)
+    if not scores_KRN.shape[-1]:
+        scores_KRN = torch.nn.functional.pad(scores_KRN, (0, 1), value=-torch.inf)
+    lse_KR = scores_KRN.logsumexp(-1)
+    weights_KRN = (scores_KRN - lse_KR.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp()
+    out_KRD = weights_KRN[..., : k_KND.shape[1]] @ v_KND.float()
+    out_THD = out_KRD.unflatten(1, (rows, group)).permute(1, 0, 2, 3).flatten(1, 2)
+    lse_TH = lse_KR.unflatten(1, (rows, group)).permute(1, 0, 2).flatten(1, 2)
+    return out_THD, lse_TH
+
+
+def _scores(q_KRD: Tensor, k_KND: Tensor, mask_RN: Tensor, spec: HeadSpec) -> Tensor:
+    """fp32 scores [K, R, N], -inf where hidden; with sinks one column more."""
     scores_KRN = (q_KRD @ k_KND.transpose(1, 2)).float() * spec.scale
     if spec.softcap:
         scores_KRN = spec.softcap * torch.tanh(scores_KRN / spec.softcap)
     scores_KRN = scores_KRN.masked_fill(~mask_RN, -torch.inf)
     if spec.sinks_H is None:
-        weights_KRN = scores_KRN.softmax(-1)
-    else:
-        rows = q_KRD.shape[1] // (spec.heads // spec.kv_heads)
-        sinks_KR1 = spec.sinks_H.float().view(spec.kv_heads, 1, -1).expand(-1, rows, -1).flatten(1)[..., None]
-        weights_KRN = torch.cat([scores_KRN, sinks_KR1], -1).softmax(-1)[..., :-1]
-    return torch.matmul(weights_KRN.to(v_KND.dtype), v_KND)
+        return scores_KRN
+    rows = q_KRD.shape[1] // (spec.heads // spec.kv_heads)
+    sinks_KR1 = spec.sinks_H.float().view(spec.kv_heads, 1, -1).expand(-1, rows, -1).flatten(1)[..., None]
+    return torch.cat([scores_KRN, sinks_KR1], -1)

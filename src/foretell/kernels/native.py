@@ -39,6 +39,7 @@ class _AttendArgs(ctypes.Structure):
         *((name, _INT) for name in ("tasks", "chunk")),
         ("sinks", _PTR),
         *((name, _FLOAT) for name in ("scale", "softcap")),
+        ("lse", _PTR),
     )
 
 
@@ -173,23 +174,46 @@ class NativeKernels:
         seen: Visibility,
         spec: HeadSpec,
     ) -> Tensor:
+        out_TW = q_THD.new_empty(q_THD.shape[0], spec.heads * spec.dim)
+        self._attend(q_THD, (k_TKD, v_TKD), cache_KSD, seen, spec, out_TW, None)
+        return out_TW
+
+    def partial(
+        self, q_THD: Tensor, cache_KSD: tuple[Tensor, Tensor], seen: Visibility, spec: HeadSpec
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.partial`."""
+        out_THD = torch.empty(q_THD.shape, dtype=torch.float32)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32)
+        self._attend(q_THD, None, cache_KSD, seen, spec, out_THD, lse_TH)
+        return out_THD, lse_TH
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        cache_KSD: tuple[Tensor, Tensor],
+        seen: Visibility,
+        spec: HeadSpec,
+        out: Tensor,
+        lse_TH: Tensor | None,
+    ) -> None:
         threads = torch.get_num_threads()
         tasks = self.tasks(seen, spec, threads)
-        out_TW = q_THD.new_empty(q_THD.shape[0], spec.heads * spec.dim)
         keys_KSD, values_KSD = cache_KSD
+        k_new, v_new = (None, None) if new is None else (t.data_ptr() for t in new)
         sinks = None if spec.sinks_H is None else spec.sinks_H.data_ptr()
         args = _AttendArgs(
-            *(t.data_ptr() for t in (q_THD, k_TKD, v_TKD, out_TW, keys_KSD, values_KSD)),
-            *(q_THD.stride(0), k_TKD.stride(0), keys_KSD.stride(0)),
+            *(q_THD.data_ptr(), k_new, v_new, out.data_ptr(), keys_KSD.data_ptr(), values_KSD.data_ptr()),
+            *(q_THD.stride(0), 0 if new is None else new[0].stride(0), keys_KSD.stride(0)),
             *(q_THD.shape[0], spec.heads, spec.kv_heads, spec.dim),
             *(t.data_ptr() for t in seen.arrays),
             *(t.data_ptr() for t in tasks),
             *(tasks.shape[1], MAX_CHUNK),
             sinks,
             *(spec.scale, spec.softcap),
+            None if lse_TH is None else lse_TH.data_ptr(),
         )
         self._lib.ft_attend(ctypes.byref(args), threads if self.worth_threads(seen, spec) else 1)
-        return out_TW
 
     def add_mass(
         self,

@@ -99,7 +99,7 @@ class Decoder:
         x_TW = self.embed(batch.token_T)
         wanted = [layer for layer in needs.aux_layers if layer < self.num_layers]
         aux_TW = {layer: torch.empty_like(x_TW) for layer in wanted}
-        if self._whole is not None:
+        if self._whole is not None and batch.elsewhere is None:
             arena = batch.arena
             seen = {window: batch.seen(window) for window in set(self.config.windows)}
             cache = arena.keys_LKSD, arena.values_LKSD

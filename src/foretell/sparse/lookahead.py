@@ -52,10 +52,10 @@ def draft_mass(
     """
     if not looks:
         return None
-    total_N = torch.zeros(length, device=arena.layer(watched[0].layer)[0].device)
+    total_N = torch.zeros(length, device=arena.device)
     for chosen in watched:
         layer = chosen.layer
         q_RHD, spec = torch.cat([look[layer].q_THD for look in looks]), looks[0][layer].spec
-        keys_KND = arena.layer(layer)[0][:, start : start + length]
+        keys_KND = arena.keys(layer, start, length)
         add_attention(total_N, q_RHD, keys_KND, spec, chosen.of(spec), [length - 1] * len(q_RHD))
     return total_N / (len(q_RHD) * len(watched))

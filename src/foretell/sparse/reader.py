@@ -201,7 +201,7 @@ class KVReader:
 
 
 def _keys(arena: KVArena, lease: Lease, layer: int) -> Tensor:
-    return arena.layer(layer)[0][:, lease.start : lease.start + lease.length]
+    return arena.keys(layer, lease.start, lease.length)
 
 
 def _mass(last: Queries, keys_KND: Tensor, asked: Heads) -> Tensor:

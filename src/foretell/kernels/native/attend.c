@@ -77,7 +77,7 @@ static void value_keys(rowhead_t *t, int64_t offset, const float *v, const int64
 }
 
 /* Scores of range [jlo, jhi) and extras become softmax weights; keys outside the row's own range get
- * exactly 0. Returns 1 / (sum of weights). */
+ * exactly 0. Returns 1 / (sum of weights); 0 where a row sees no key. */
 static float weigh(const attend_t *a, rowhead_t *t, int64_t jlo, int64_t jhi) {
   int64_t lo = a->lo[t->row] - jlo, hi = a->hi[t->row] - jlo, range = jhi - jlo;
   float *s = t->score;
@@ -91,11 +91,18 @@ static float weigh(const attend_t *a, rowhead_t *t, int64_t jlo, int64_t jhi) {
     if (a->softcap > 0 && s[j] != -INFINITY) s[j] = a->softcap * tanhf(s[j] / a->softcap);
     top = s[j] > top ? s[j] : top;
   }
+  float *lse = a->lse ? a->lse + t->row * a->heads + t->head : 0;
+  if (top == -INFINITY) {
+    for (int64_t j = 0; j < padded; j++) s[j] = 0;
+    if (lse) *lse = -INFINITY;
+    return 0;
+  }
   for (int64_t j = 0; j < padded; j += 8) STORE(s + j, exp8(LOAD(s + j) - splat(top)));
   float sum = 0;
   if (a->sinks) { f8 e = exp8(splat(a->sinks[t->head] - top)); sum = e[0]; }
   for (int64_t j = lo; j < hi; j++) sum += s[j];
   for (int64_t j = range; j < t->count; j++) sum += s[j];
+  if (lse) *lse = top + logf(sum);
   return 1.0f / sum;
 }
 
@@ -172,8 +179,8 @@ static void store_task(void *p, int64_t row) {
   }
 }
 
-/* Stores each row's K and V at its slot, then attends: out[rows, heads, dim]. */
+/* Stores each row's K and V at its slot, where it brings some, then attends: out[rows, heads, dim]. */
 void ft_attend(attend_t *a, int threads) {
-  parallel_for(a->rows, 1, store_task, a);
+  if (a->k_new) parallel_for(a->rows, 1, store_task, a);
   parallel_for(a->tasks, threads, attend_task, a);
 }

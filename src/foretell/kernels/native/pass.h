@@ -17,6 +17,7 @@ typedef struct {
   int64_t tasks, chunk;
   const float *sinks;                               /* per head, or null */
   float scale, softcap;                             /* softcap 0: none */
+  float *lse;                                       /* per row-head: log of the sum of exp(score), or null */
 } attend_t;
 
 void ft_add_norm(float *residual, const float *delta, const float *weight, float *out, int64_t rows,

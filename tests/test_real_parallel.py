@@ -1,0 +1,47 @@
+"""SmolLM2-135M over several ranks: the text of one process, with and without speculation."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretell.api import LLM
+from foretell.types import SamplingParams
+
+pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real")]
+
+STORY = "The bridge was built of stone, and the river below it was wide. "
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=20),
+    "seeded": SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=11),
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return LLM("smollm2-135m", drafter="none")
+
+
+@pytest.fixture(scope="module")
+def prompts(plain):
+    questions = ["Why is the sky blue?", "Name three rivers of Europe.", STORY * 20 + "Repeat this text."]
+    return [plain.encode([{"role": "user", "content": text}]) for text in questions]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    llm = LLM("smollm2-135m", drafter="none", context_parallel=request.param, kv_tokens=1024)
+    yield llm
+    llm.loaded.model.team.close()
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "draft:smollm2-135m"])
+def test_text_is_that_of_one_process(plain, prompts, ranks, drafter):
+    more = {} if drafter == "none" else {"draft_tokens": 4}
+    llm = LLM(ranks.loaded, drafter=drafter, kv_tokens=1024, **more)
+    for params in PARAMS.values():
+        wanted = [answer.token_ids for answer in plain.generate(prompts, params)]
+        found = llm.generate(prompts, params)
+        assert [answer.token_ids for answer in found] == wanted
+        assert all(answer.lossless for answer in found)
+    if drafter != "none":
+        assert llm.engine.stats.accepted > 10
