@@ -18,7 +18,7 @@ from foretell.engine import Engine, Request
 from foretell.engine.verification import verify
 from foretell.planner import FixedPlanner
 from foretell.sampling import Sampler
-from foretell.sparse import POLICIES, KVReader
+from foretell.sparse import POLICIES, KVReader, Profile
 from foretell.types import NO_NEEDS, DraftTree, SamplingParams, StepPlan
 from foretell.verify import RULES
 
@@ -122,12 +122,13 @@ def engine(
     kv: str = "full",
     kv_budget: int = 512,
     lossless: bool = False,
+    profile: Profile | None = None,
 ) -> Engine:
     """An engine on a tiny model; `drafter` is a name or a drafter."""
     if isinstance(drafter, str):
         context = DrafterContext(model, None, kv_slots, learning=RULES[rule].invariant)
         drafter = build_drafter(drafter, options or {}, context)
-    reader = None if kv == "full" else KVReader(POLICIES[kv], kv_budget, model.num_layers)
+    reader = None if kv == "full" else KVReader(POLICIES[kv], kv_budget, model.num_layers, profile)
     if reader is not None and lossless:
         law = RULES[rule]
         inner = Inner(drafter, partial(verify, law), law.invariant, law.needs_q)

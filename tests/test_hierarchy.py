@@ -68,6 +68,33 @@ def test_every_policy_is_lossless_below_a_full_pass(kv, setting, target, drafter
     assert engine.stats.accepted < engine.stats.drafted, "few keys are sometimes wrong, or nothing was tested"
 
 
+def test_a_round_alone_selects_by_what_the_last_one_looked_at(target):
+    """One round late, over the history of that time; nothing where there was no round."""
+    reader = KVReader(POLICIES["dustin"], 12, target.num_layers)
+    drafter = SparseTargetDrafter(target, reader)
+    engine = oracle.engine(target, drafter, draft_tokens=3)
+    request = engine.submit(LONG[0], GREEDY, frozenset())
+    given, select = [], reader.select
+    reader.select = lambda *args: (given.append(args[3]), select(*args))[1]
+    engine.step()
+    engine.step()
+    length = request.lease.length
+    (_,) = drafter.propose([request], engine._planner.plan([request]))
+    looked_N = drafter.draft_attention(request, length)
+    drafter._rounds.clear()
+    engine.step()
+    before = drafter._looked[request.id]
+    assert given[0] is None, "the first round has none before it"
+    assert given[1].count_nonzero() == len(LONG[0])
+    torch.testing.assert_close(before, looked_N)
+    engine.step()
+    torch.testing.assert_close(given[-1][:length], looked_N)
+    assert len(given[-1]) > length
+    assert not given[-1][length:].any()
+    engine.abort(request)
+    assert not drafter._looked
+
+
 @pytest.mark.parametrize("name", ["draft", "perfect", "ngram", "suffix", "lookahead", "none"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_inner_drafter_keeps_in_step(name, setting, target, drafter, answers):
@@ -181,6 +208,12 @@ class _ScriptedLevels:
             self._logits[path] = oracle.logits_after(self._target, [*self.request.tokens, *path])
         return self.request.sampler.probs(self._logits[path], path)
 
+    def selected(self) -> list[int]:
+        """What the next round reads."""
+        part = self.drafter._begin(self.request, StepPlan(2, "test"))
+        self.drafter._rounds.clear()
+        return part.selected.tolist()
+
     def step(self, script: Script) -> tuple[int, ...]:
         self.script = script
         (tree,) = self.drafter.propose([self.request], [StepPlan(2, "test")])
@@ -199,13 +232,18 @@ class _ScriptedLevels:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("inner", [False, True], ids=["alone", "inner draft"])
-def test_all_levels_together_are_exact(rule, inner, decoder, monkeypatch):
+@pytest.mark.parametrize("case", ["alone", "alone, having looked ahead", "inner draft"])
+def test_all_levels_together_are_exact(rule, case, decoder, monkeypatch):
     """Vocabulary of five, every random decision of every level enumerated: the first two tokens have the
     probability that full decoding gives them."""
+    inner = case == "inner draft"
     target = _Worse(decoder("llama", vocab_size=5, num_hidden_layers=2))
     other = decoder("llama", vocab_size=5, hidden_size=16, num_hidden_layers=1)
     world = _ScriptedLevels(target, other, rule, inner, monkeypatch)
+    if case == "alone, having looked ahead":
+        plain = world.selected()
+        world.drafter._looked[world.request.id] = torch.arange(9).roll(3).float()
+        assert world.selected() != plain
     emitted = all_runs(world.step)
     assert sum(emitted.values()) == pytest.approx(1, abs=1e-9)
     assert max(map(len, emitted)) == 3, "whole rounds are accepted too"

@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "drafters": SHARED | {"sampling", "kernels", "cache", "attention", "models", "heads", "sparse"},
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
-    "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse"},
+    "reading": SHARED | {"engine", "models", "drafters", "verify", "sparse"},
+    "api": SHARED | {"engine", "models", "drafters", "verify", "planner", "sparse", "reading"},
     "bench": SHARED
     | {
         "api",
@@ -49,7 +50,9 @@ MAY_IMPORT = {
         "kernels",
         "verify",
     },
-    "cli": SHARED | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench"},
+    "profiling": SHARED | {"kernels", "cache", "attention", "models", "sparse", "bench"},
+    "cli": SHARED
+    | {"api", "engine", "models", "heads", "drafters", "verify", "planner", "bench", "profiling"},
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foretell.api import LLM
+from foretell.drafters import DrafterContext, build_drafter
 from foretell.errors import InputError
 from foretell.sparse import KV_CHOICES, POLICIES, Signals, select
 from foretell.types import SamplingParams
@@ -130,6 +131,72 @@ def test_the_draft_model_tells_where_it_looks(target, model_folder, decoder):
     engine.abort(request)
 
 
+def _whole_attention(name: str, tokens: list[int], length: int, hidden: list[int]) -> torch.Tensor:
+    """What the rows from `length` on, which do not see `hidden`, pay to all of the first `length` tokens, by
+    transformers' queries and keys in float64; mean over rows, heads and layers."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    model, seen = zoo.build(name), []
+    for layer in model.model.layers:
+        take = lambda part, _args, given: seen.append((part, given["hidden_states"], given))  # noqa: E731
+        layer.self_attn.register_forward_pre_hook(take, with_kwargs=True)
+    mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)
+    mask[length:, hidden] = -torch.inf
+    means = []
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([tokens]), attention_mask=mask[None, None])
+        for part, states, given in seen:
+            q, k = (
+                proj(states).unflatten(-1, (-1, 8)).transpose(1, 2) for proj in (part.q_proj, part.k_proj)
+            )
+            q, k = apply_rotary_pos_emb(q, k, *given["position_embeddings"])
+            keys = k[0, :, :length].repeat_interleave(2, 0).double()
+            scores = q[0, :, length:].double() @ keys.transpose(1, 2) * part.scaling
+            means.append(scores.softmax(-1).mean((0, 1)))
+    return torch.stack(means).mean(0).float()
+
+
+def test_the_target_itself_tells_where_it_looks(target):
+    """Its drafts read few keys; what they would look at is all of the history."""
+    drafter = build_drafter("self", {"kv": "streaming", "budget": 8}, DrafterContext(target, None, 512))
+    assert drafter.watch()
+    engine = oracle.engine(target, drafter, draft_tokens=3)
+    request = engine.submit(LONG[2], GREEDY, frozenset())
+    for _ in range(3):
+        assert drafter.draft_attention(request, 3) is None, "nothing was drafted"
+        engine.step()
+    (tree,) = drafter.propose([request], engine._planner.plan([request]))
+    length = request.lease.length
+    read = select(POLICIES["streaming"], Signals(length, len(LONG[2])), 8).tolist()
+    hidden = [n for n in range(length) if n not in read]
+    wanted = _whole_attention("llama", [*request.tokens, *tree.tokens[:-1]], length, hidden)
+    assert len(tree) == 3
+    assert wanted[hidden].sum() > 0.3
+    torch.testing.assert_close(drafter.draft_attention(request, length), wanted, atol=1e-5, rtol=1e-3)
+    engine.abort(request)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_self_speculation_looks_ahead_for_dustin(params, target, caplog):
+    """Alone, batched, after prefixes: one text, marked; and it goes by the look-ahead."""
+    texts = {}
+    for kv in ("dustin", "dustin-draft", "dustin-history"):
+        engine = oracle.engine(
+            target, "self", options={"kv": "quest", "budget": 8}, kv=kv, kv_budget=12, prefill_chunk=32
+        )
+        alone = [oracle.run(engine, [p], params)[0] for p in LONG]
+        batch = oracle.run(engine, LONG, params)
+        again = oracle.run(engine, LONG[::-1], params)[::-1]
+        texts[kv] = [r.output_ids for r in alone]
+        for requests in (alone, batch, again):
+            assert not any(r.lossless for r in requests)
+            assert [r.output_ids for r in requests] == texts[kv]
+        assert again[0].stats.reused > 0
+    assert texts["dustin"] != texts["dustin-history"]
+    assert texts["dustin-draft"] != texts["dustin-history"]
+    assert "does not look ahead" not in caplog.text
+
+
 def test_a_drafter_without_attention_is_told(target, caplog):
     with caplog.at_level(logging.WARNING):
         oracle.engine(target, "ngram", kv="dustin")
@@ -164,7 +231,7 @@ def test_the_library_refuses_and_warns(tiny, caplog):
         LLM(tiny, drafter="self", drafter_options={"budget": "2"})
 
 
-def test_the_library_marks_lossy_answers(tiny):
+def test_the_library_marks_lossy_answers(tiny, caplog):
     ids = [i % 40 + 3 for i in range(30)]
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     lossy = LLM(tiny, drafter="ngram", kv="quest", kv_budget=8).generate(ids, params)[0]
@@ -172,11 +239,13 @@ def test_the_library_marks_lossy_answers(tiny):
     assert (lossy.lossless, whole.lossless) == (False, True)
     plain = LLM(tiny, drafter="none").generate(ids, params)[0]
     assert whole.token_ids == plain.token_ids
+    caplog.clear()
     for drafter in ("none", "ngram", "suffix"):
         below = LLM(tiny, drafter=drafter, kv="quest", kv_budget=8, lossless=True, draft_tokens=4)
         answer = below.generate(ids, params)[0]
         assert (answer.token_ids, answer.lossless) == (plain.token_ids, True)
         assert answer.stats.drafted > 0
+    assert "draft_tokens has no effect" not in caplog.text, "a full pass verifies so many at once"
 
 
 def test_the_command_line_marks_lossy_answers(foretell, gguf_model):  # noqa: F811

@@ -16,20 +16,18 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, SupportsIndex
 
-from foretell.drafters import Drafter, DrafterContext, build_drafter, parse
-from foretell.drafters.sparse_target import Inner, SparseTargetDrafter
+from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_drafter, parse
+from foretell.drafters.spec import Part
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
-from foretell.engine.verification import verify as judge
 from foretell.errors import InputError
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
-from foretell.sparse import KV_CHOICES, POLICIES, KVReader, Policy
-from foretell.sparse.policies import LEAST_BUDGET
+from foretell.reading import settle
+from foretell.sparse import Profile
 from foretell.stats import StepStats
 from foretell.types import FinishReason, SamplingParams
 from foretell.verify import RULES, Rule
@@ -38,7 +36,6 @@ from foretell.verify import RULES, Rule
 Prompt = str | Sequence[SupportsIndex] | Sequence[Message]
 
 DEFAULT_KV_TOKENS = 16384
-DEFAULT_KV_BUDGET = 512
 _LOADING = {"device": "auto", "impl": "auto", "weights": "stored", "allow_untested": False}
 
 _log = logging.getLogger(__name__)
@@ -130,6 +127,8 @@ class LLM:
         kv_budget: with a policy, how many tokens of its history a step reads; None = 512.
         lossless: with a policy, what it lets through is only a draft: a full pass verifies `draft_tokens` of
             its tokens at once.
+        kv_profile: file of the layers and heads that `dustin` goes by (see `foretell profile`); None = a
+            shipped one, where one was found for these models.
         report: called with (what, done, total) while a model is fetched or converted.
 
     Raises:
@@ -154,37 +153,35 @@ class LLM:
         kv: str = "full",
         kv_budget: int | None = None,
         lossless: bool = False,
+        kv_profile: str | os.PathLike[str] | Profile | None = None,
         report: Report | None = None,
     ) -> None:
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
         _at_least("max_batch", max_batch, 1)
-        policy, budget = _reading(kv, kv_budget, lossless)
-        if isinstance(drafter, str):
-            parts = parse(drafter, options)
-            if lossless and policy is not None and any(part.name == "self" for part in parts):
-                raise InputError(
-                    f"drafter {drafter!r} cannot draft below kv {kv!r}: the target drafts for itself there",
-                    hint="leave out kv, or choose another drafter",
-                )
-        elif options:
-            raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
+        parts = _parts(drafter, options)
+        reading = settle(kv, kv_budget, lossless, kv_profile, parts)
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
         self.loaded = _load(model, loading, report)
-        if drafter == "none" and draft_tokens:
+        if drafter == "none" and draft_tokens and not (reading.policy and lossless):
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
         slots = kv_tokens or DEFAULT_KV_TOKENS
         if isinstance(drafter, str):
-            learning = rule.invariant
             context = DrafterContext(
-                self.loaded.model, self.tokenizer, slots, self.loaded.folder, learning, allow_untested, report
+                self.loaded.model,
+                self.tokenizer,
+                slots,
+                self.loaded.folder,
+                learning=rule.invariant,
+                allow_untested=allow_untested,
+                report=report,
+                name=self.loaded.name,
+                kv_profile=reading.profile,
             )
             drafter = build_drafter(drafter, options, context)
-        reader = None if policy is None else KVReader(policy, budget, self.loaded.model.num_layers)
-        if reader is not None and lossless:
-            drafter, reader = _middle_level(self.loaded, reader, drafter, rule), None
+        drafter, reader = reading.levels(self.loaded, drafter, rule)
         self.engine = Engine(
             self.loaded.model,
             drafter,
@@ -201,7 +198,8 @@ class LLM:
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
         table = load_or_measure(self.loaded.model, self.loaded.folder)
-        return AdaptivePlanner(table, drafter.draft_tokens)
+        direct = drafter.direct_tokens if isinstance(drafter, LayeredDrafter) else 0
+        return AdaptivePlanner(table, drafter.draft_tokens, direct)
 
     def generate(
         self,
@@ -316,21 +314,13 @@ def _load(
     return model
 
 
-def _reading(kv: str, budget: int | None, lossless: bool) -> tuple[Policy | None, int]:
-    """The policy, None for all keys, and its budget."""
-    if kv not in KV_CHOICES:
-        raise InputError(f"unknown kv {kv!r}", hint=f"one of: {', '.join(KV_CHOICES)}")
-    _at_least("kv_budget", budget, LEAST_BUDGET)
-    for name, given in (("kv_budget", budget is not None), ("lossless", lossless)):
-        if kv == "full" and given:
-            _log.warning("%s has no effect: kv is full", name)
-    return None if kv == "full" else POLICIES[kv], DEFAULT_KV_BUDGET if budget is None else budget
-
-
-def _middle_level(loaded: LoadedModel, reader: KVReader, drafter: Drafter, rule: Rule) -> SparseTargetDrafter:
-    """The target with few keys between the drafter and the full pass."""
-    inner = Inner(drafter, partial(judge, rule), rule.invariant, rule.needs_q)
-    return SparseTargetDrafter(loaded.model, reader, inner if drafter.draft_tokens else None)
+def _parts(drafter: str | Drafter, options: Mapping[str, Any]) -> list[Part]:
+    """The drafters of a specification; of a ready one nothing is known."""
+    if isinstance(drafter, str):
+        return parse(drafter, options)
+    if options:
+        raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
+    return []
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

@@ -203,6 +203,7 @@ class DraftTree:
             it has no opinion. Never above the parent's.
         origin: which of several drafters it comes from; what they are worth is counted apart.
         whole: the drafter needs the target's answer at every node, so none may be left out.
+        levels: how many levels of drafting it went through; a drafter of several may leave some out.
     """
 
     tokens: tuple[int, ...] = ()
@@ -211,6 +212,7 @@ class DraftTree:
     confidence: tuple[float, ...] | None = None
     origin: int = 0
     whole: bool = False
+    levels: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents), "one parent per token"
@@ -272,9 +274,11 @@ class StepPlan:
         reason: in words.
         free_tokens: nodes that it may have where drafting costs next to nothing, if that is more.
         worth: nodes that are less likely to be kept would not be verified; a drafter may leave them out.
+        direct: of a drafter with several levels, the lowest drafts for the target alone.
     """
 
     draft_tokens: int
     reason: str
     free_tokens: int = 0
     worth: float = 0.0
+    direct: bool = False

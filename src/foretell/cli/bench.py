@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretell.cli import bench_adapt, bench_drafters, bench_longcontext, bench_run, bench_weights
+from foretell.cli import (
+    bench_adapt,
+    bench_drafters,
+    bench_longcontext,
+    bench_run,
+    bench_sparse,
+    bench_weights,
+)
 from foretell.cli import options as opt
 from foretell.cli.console import model_progress, print_json, progress_bar, stderr, stdout
 from foretell.cli.results import OUT, OutOpt, result_folder, save
@@ -24,6 +31,8 @@ app.command()(bench_drafters.suffix)
 app.command()(bench_weights.weights)
 app.command()(bench_run.run)
 app.command()(bench_adapt.adapt)
+app.command()(bench_sparse.attention)
+app.command()(bench_sparse.verification)
 app.command()(bench_longcontext.longcontext)
 RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 

@@ -38,6 +38,7 @@ def chat(
     kv: opt.KvOpt = "full",
     kv_budget: opt.KvBudgetOpt = None,
     lossless: opt.LosslessOpt = False,
+    kv_profile: opt.KvProfileOpt = None,
 ) -> None:
     """Talk with a model; what was said before is not computed again."""
     params = opt.sampling_params(ctx.params)

@@ -51,6 +51,7 @@ def generate(
     kv: opt.KvOpt = "full",
     kv_budget: opt.KvBudgetOpt = None,
     lossless: opt.LosslessOpt = False,
+    kv_profile: opt.KvProfileOpt = None,
 ) -> None:
     """Answer prompts, each token the model's own, several at a time where a draft allows it."""
     params = opt.sampling_params(ctx.params)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, pull
+from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, profile, pull
 
 app = typer.Typer(
     name="foretell",
@@ -23,6 +23,7 @@ app.command()(pull.pull)
 app.command()(inspect.inspect)
 app.command()(drafters.drafters)
 app.command()(plan.plan)
+app.command()(profile.profile)
 app.add_typer(bench.app)
 
 

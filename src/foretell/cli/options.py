@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,6 +58,10 @@ KvBudgetOpt = Annotated[
 LosslessOpt = Annotated[
     bool, typer.Option("--lossless", help="With --kv: a full pass verifies what few keys let through.")
 ]
+KvProfileOpt = Annotated[
+    Path | None,
+    typer.Option("--kv-profile", help="Heads that dustin asks, by `foretell profile`.  [default: shipped]"),
+]
 MaxTokensOpt = Annotated[int, typer.Option("--max-tokens", help="Tokens to emit at most.", show_default=True)]
 MinTokensOpt = Annotated[int, typer.Option("--min-tokens", help="Tokens before the answer may end.")]
 TemperatureOpt = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", show_default=True)]
@@ -109,6 +114,7 @@ _LLM_OPTIONS = (
     "kv",
     "kv_budget",
     "lossless",
+    "kv_profile",
 )
 
 

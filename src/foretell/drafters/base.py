@@ -20,7 +20,7 @@ from foretell.models.base import TargetModel
 from foretell.models.catalog import Report
 from foretell.models.tokenizer import Tokenizer
 from foretell.sampling import Sampler
-from foretell.sparse import Reader
+from foretell.sparse import Heads, ModelShape, Profile, Reader
 from foretell.types import DraftTree, Needs, StepPlan, Verdict
 
 _log = logging.getLogger(__name__)
@@ -120,10 +120,18 @@ class ScoredDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class AttendingDrafter(Drafter, Protocol):
-    """A drafter whose own attention tells what the next tokens will need of the history (Dustin)."""
+    """A drafter whose own attention tells what the next tokens will need of the history (Dustin).
 
-    def watch(self) -> bool:
-        """From now on keeps what `draft_attention` needs; returns whether it can."""
+    Attributes:
+        looker: the model whose attention that is; None = it has none to tell of.
+    """
+
+    @property
+    def looker(self) -> ModelShape | None: ...
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """From now on keeps what `draft_attention` needs of these heads, without any of those that it
+        chooses; returns whether it can."""
         ...
 
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
@@ -136,7 +144,7 @@ def looks_ahead(drafter: Drafter, reader: Reader) -> bool:
     """Whether the drafter tells the reader where its drafts look; asks it to, if the policy wants that."""
     if not reader.wants_draft:
         return False
-    watching = isinstance(drafter, AttendingDrafter) and drafter.watch()
+    watching = isinstance(drafter, AttendingDrafter) and drafter.watch(reader.draft_heads)
     if not watching:
         _log.warning("the drafter does not look ahead: slots are selected by the target's last token alone")
     return watching
@@ -149,6 +157,17 @@ class RetractingDrafter(Drafter, Protocol):
     def retract(self, request: DraftRequest) -> None:
         """The request's last tokens were taken back: `tokens` has been cut, its last token is unread."""
         ...
+
+
+@runtime_checkable
+class LayeredDrafter(Drafter, Protocol):
+    """A drafter above another one, which it lets draft for the target where a plan is `direct`.
+
+    Attributes:
+        direct_tokens: nodes per step that suit the other one alone; 0 = there is none.
+    """
+
+    direct_tokens: int
 
 
 @runtime_checkable
@@ -171,6 +190,8 @@ class DrafterContext:
         folder: the target's checkpoint, for drafters that live in it; None in tests.
         learning: whether what other requests did may change a draft. Under rules whose text depends on the
             draft it must not: the same seed should give the same text.
+        name: what the target was loaded as.
+        kv_profile: the user's, for drafters that select keys; None = a shipped one, where one fits.
         allow_untested, report: for drafters that load a model; see `foretell.models.load.load_model`.
     """
 
@@ -181,6 +202,8 @@ class DrafterContext:
     learning: bool = True
     allow_untested: bool = False
     report: Report | None = None
+    name: str = ""
+    kv_profile: Profile | None = None
 
     def head_folder(self, name: str, argument: str | None) -> Path:
         """Where the drafter `name` finds its heads: in the given folder, else in the target's checkpoint.

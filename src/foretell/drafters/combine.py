@@ -20,6 +20,7 @@ from foretell.drafters.base import (
     Observed,
     ScoredDrafter,
 )
+from foretell.sparse import Heads, ModelShape
 from foretell.types import DraftTree, StepPlan
 
 _MEMORY = 0.9  # weight of the past in the second drafter's mean gain, per draft
@@ -67,9 +68,14 @@ class CombinedDrafter:
         if isinstance(self._second, BorrowingDrafter):
             self._second.borrow(arena)
 
-    def watch(self) -> bool:
+    @property
+    def looker(self) -> ModelShape | None:
         """See `AttendingDrafter`: the second one may be."""
-        return isinstance(self._second, AttendingDrafter) and self._second.watch()
+        return self._second.looker if isinstance(self._second, AttendingDrafter) else None
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """Has the second one watched."""
+        return isinstance(self._second, AttendingDrafter) and self._second.watch(heads)
 
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
         """Where the second's draft looks; None where the first drafted."""

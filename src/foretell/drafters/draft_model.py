@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from foretell.attention import Queries, Segment, pack
@@ -26,8 +25,8 @@ from foretell.drafters.translate import SameVocabulary, TokenMap, Translation
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
 from foretell.models.tokenizer import Tokenizer
-from foretell.sparse import attention_mass
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, Needs, StepPlan, chain
+from foretell.sparse import Heads, ModelShape, draft_mass, shape_of, spread_layers, watching
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, chain
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +179,7 @@ class DraftModelDrafter:
         translation: from the target's tokens to its own.
         slots: tokens of all requests that the draft's cache holds.
         text: whether it writes text (`translation` must be a `TokenMap`).
+        name: what the model was loaded as.
     """
 
     needs = NO_NEEDS
@@ -194,13 +194,15 @@ class DraftModelDrafter:
         options: DraftModelOptions,
         *,
         text: bool = False,
+        name: str = "",
     ) -> None:
         self._model = model
+        self._name = name
         self._translation = translation
         self._options = options
         self._cache = KVCache(model.new_arena(slots))
         self._states: dict[int, _State] = {}
-        self._watched = NO_NEEDS
+        self._watched: tuple[Heads, ...] = ()
         self._grower: Callable[[DraftRequest, _State, int], _Growing] = self._grower_of(text)
 
     def start(self, request: DraftRequest) -> None:
@@ -275,25 +277,23 @@ class DraftModelDrafter:
         """Drops the prefixes that finished requests have left."""
         self._cache.forget()
 
-    def watch(self) -> bool:
+    @property
+    def looker(self) -> ModelShape | None:
         """See `AttendingDrafter`; across vocabularies positions are not the target's."""
-        layers = self._model.num_layers
-        if isinstance(self._translation, SameVocabulary):
-            self._watched = Needs(queries=tuple(sorted({layers // 4, layers // 2, 3 * layers // 4})))
-        return bool(self._watched.queries)
+        same = isinstance(self._translation, SameVocabulary)
+        return shape_of(self._model, self._name) if same else None
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """See `AttendingDrafter`."""
+        if self.looker is not None:
+            self._watched = tuple(heads) or spread_layers(self._model.num_layers)
+        return bool(self._watched)
 
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
-        """See `AttendingDrafter`: mean over the draft's queries, three layers and their heads."""
-        state = self._states.get(request.id)
-        if state is None or not state.looks:
+        """See `AttendingDrafter`."""
+        if (state := self._states.get(request.id)) is None:
             return None
-        start, masses = state.lease.start, []
-        for layer in self._watched.queries:
-            q_RHD, spec = torch.cat([look[layer].q_THD for look in state.looks]), state.looks[0][layer].spec
-            keys_KND = self._cache.arena.layer(layer)[0][:, start : start + length]
-            last_R = [length - 1] * len(q_RHD)
-            masses.append(attention_mass(q_RHD, keys_KND, spec, range(spec.heads), last_R).mean((0, 1)))
-        return torch.stack(masses).mean(0)
+        return draft_mass(state.looks, self._watched, self._cache.arena, state.lease.start, length)
 
     @property
     def _spread(self) -> int:
@@ -316,7 +316,7 @@ class DraftModelDrafter:
             lease, ahead = g.state.lease, g.state.ahead
             unread = g.state.known[lease.length :] or g.stem[len(ahead) :]
             segments.append(Segment(lease.start, lease.length + len(ahead), unread))
-        output = self._model.forward(pack(segments, self._cache.arena), self._watched)
+        output = self._model.forward(pack(segments, self._cache.arena), watching(self._watched))
         row = -1
         for g, segment in zip(active, segments, strict=True):
             row += segment.rows
@@ -362,7 +362,7 @@ def build(context: DrafterContext, argument: str | None, options: DraftModelOpti
         if options.across != "auto":
             _log.warning("across has no effect: draft and target have the same vocabulary")
         same = SameVocabulary(min(*sizes, ours.size), *sizes)
-        return DraftModelDrafter(draft.model, same, context.slots, options)
+        return DraftModelDrafter(draft.model, same, context.slots, options, name=draft.name)
     mapping, text = _across(argument, ours, theirs, context.target, options.across)
     if text and options.width > 1:
         _log.warning("width has no effect: the draft model drafts by text")

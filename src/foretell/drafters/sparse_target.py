@@ -9,6 +9,8 @@ pass. Nothing is emitted before that pass, which writes the keys and values of e
   Where an inner draft tells what it looks at, each of its drafts selects again; but not where a rule reads
   what tokens were drawn from: that distribution would depend on the very draft that it judges, and what is
   kept would be no sample of it.
+- Alone, a round may select by what the drafts of the round before looked at: those have been judged, so no
+  distribution depends on the draft that it judges.
 - Where a history fits the budget there is nothing to gain: the inner drafter drafts for the full pass itself.
 - An inner drafter follows a copy of the request that runs ahead; rejected tokens are taken back from it.
 
@@ -18,13 +20,13 @@ Shape suffixes: R rows, V vocabulary, N positions of the history.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from foretell.attention import Segment, pack
-from foretell.cache import KVArena, Lease
+from foretell.attention import pack
+from foretell.cache import KVArena
 from foretell.drafters.base import (
     AttendingDrafter,
     Drafter,
@@ -34,12 +36,25 @@ from foretell.drafters.base import (
     RetractingDrafter,
     looks_ahead,
 )
+from foretell.drafters.rounds import Ahead, Round
 from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.noise import Stream, make_key
 from foretell.sampling import Sampler
-from foretell.sparse import POLICIES, KVReader, Reader
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, Verdict, chain
+from foretell.sparse import (
+    POLICIES,
+    Heads,
+    KVReader,
+    ModelShape,
+    Reader,
+    choose,
+    draft_mass,
+    goes_by_profile,
+    shape_of,
+    spread_layers,
+    watching,
+)
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan, Verdict
 
 _PENDING = 16  # tokens that wait for a full pass, where nobody says otherwise
 _OWN = 6  # tokens that the target drafts alone
@@ -53,8 +68,8 @@ class SelfOptions:
     """Options of self-speculation.
 
     Args:
-        kv: which keys drafting reads: streaming, snapkv, h2o, quest, dustin (by the last token alone: no
-            other draft looks ahead).
+        kv: which keys drafting reads: streaming, snapkv, h2o, quest, dustin (by what its last drafts looked
+            at, then the last token).
         budget: how many tokens of the history.
     """
 
@@ -83,58 +98,6 @@ class Inner:
     needs_q: bool
 
 
-@dataclass(slots=True)
-class _Ahead:
-    """A copy of a request that runs ahead of it; see `DraftRequest`."""
-
-    id: int
-    tokens: list[int]
-    capacity: int
-    end_ids: frozenset[int]
-    sampler: Sampler
-    lease: Lease | None = None
-
-
-@dataclass(slots=True)
-class _Round:
-    """Drafting between two full passes.
-
-    Attributes:
-        pending: tokens that wait for the full pass; but for the last one their rows are stored already.
-        selected: places of the history that are read.
-        log_q: what each pending token was drawn from, where the rule reads it.
-    """
-
-    request: DraftRequest
-    ahead: _Ahead | None
-    lease: Lease
-    budget: int
-    selected: Tensor
-    pending: list[int] = field(default_factory=list)
-    log_q: list[Tensor] = field(default_factory=list)
-
-    @property
-    def open(self) -> bool:
-        """Whether another token may be drafted."""
-        ended = bool(self.pending) and self.pending[-1] in self.request.end_ids
-        return len(self.pending) < self.budget and not ended
-
-    @property
-    def past(self) -> int:
-        """Rows stored so far: the history, and what was read of the round."""
-        return self.lease.length + len(self.pending)
-
-    def segment(self, tree: DraftTree) -> Segment:
-        """The last token and a draft behind it, over the selection and everything that waits."""
-        last = self.pending[-1] if self.pending else self.request.tokens[-1]
-        read_N = torch.cat([self.selected, torch.arange(self.lease.length, self.past)])
-        return Segment(self.lease.start, self.past, [last], tree.tokens, tree.parents, selected=read_N)
-
-    def draft(self) -> DraftTree:
-        """What the full pass verifies."""
-        return chain(self.pending, self.log_q or None)
-
-
 class SparseTargetDrafter:
     """See `Drafter`.
 
@@ -142,21 +105,30 @@ class SparseTargetDrafter:
         target: the model; its cache is borrowed.
         reader: what drafting reads.
         inner: who proposes to the target with few keys; None = nobody, it decodes.
+        name: what the target was loaded as.
     """
 
     expects = 0.02
 
-    def __init__(self, target: TargetModel, reader: Reader, inner: Inner | None = None) -> None:
+    def __init__(
+        self, target: TargetModel, reader: Reader, inner: Inner | None = None, name: str = ""
+    ) -> None:
         self._target = target
+        self._name = name
         self._reader = reader
         self._inner = inner
         self._inner_needs = NO_NEEDS if inner is None else inner.drafter.needs
         self.needs = reader.needs | self._inner_needs
         self.draft_tokens = _OWN if inner is None else _PENDING
+        self.direct_tokens = 0 if inner is None else inner.drafter.draft_tokens
         self._arena: KVArena | None = None
-        self._ahead: dict[int, _Ahead] = {}
-        self._rounds: dict[int, _Round] = {}
+        self._ahead: dict[int, Ahead] = {}
+        self._rounds: dict[int, Round] = {}
         self._looks_ahead = inner is not None and not inner.needs_q and looks_ahead(inner.drafter, reader)
+        self._watched: tuple[Heads, ...] = ()
+        self._looked: dict[int, Tensor] = {}  # where the drafts of the round before looked
+        if inner is None and reader.wants_draft:
+            self.watch(reader.draft_heads)
 
     def borrow(self, arena: KVArena) -> None:
         """See `BorrowingDrafter`."""
@@ -168,7 +140,7 @@ class SparseTargetDrafter:
         if self._inner is not None:
             tokens = list(request.tokens)
             sampler = request.sampler.fork(tokens)
-            ahead = _Ahead(request.id, tokens, request.capacity, request.end_ids, sampler)
+            ahead = Ahead(request.id, tokens, request.capacity, request.end_ids, sampler)
             self._ahead[request.id] = ahead
             self._inner.drafter.start(ahead)
 
@@ -179,7 +151,11 @@ class SparseTargetDrafter:
         trees = self._direct(requests, plans, rounds)
         while active := [part for part in rounds if part is not None and part.open]:
             self._advance(active)
-        return [tree if part is None else part.draft() for tree, part in zip(trees, rounds, strict=True)]
+        levels = 1 if self._inner is None else 2
+        return [
+            tree if part is None else replace(part.draft(), levels=levels)
+            for tree, part in zip(trees, rounds, strict=True)
+        ]
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """Takes in what the full pass read, and takes back what it refused."""
@@ -188,6 +164,7 @@ class SparseTargetDrafter:
         self._reader.observe(request.id, seen.queries, range(seen.count), self._arena, request.lease)
         ended = self._rounds.pop(request.id, None)
         if self._inner is None:
+            self._remember(request.id, ended, seen.start)
             return
         ahead = self._ahead[request.id]
         if ended is None:
@@ -207,6 +184,7 @@ class SparseTargetDrafter:
         """Forgets the request."""
         self._reader.finish(request.id)
         self._rounds.pop(request.id, None)
+        self._looked.pop(request.id, None)
         if self._inner is not None:
             self._inner.drafter.finish(self._ahead.pop(request.id))
 
@@ -215,28 +193,60 @@ class SparseTargetDrafter:
         if self._inner is not None:
             self._inner.drafter.forget()
 
-    def _begin(self, request: DraftRequest, plan: StepPlan) -> _Round | None:
+    @property
+    def looker(self) -> ModelShape | None:
+        """See `AttendingDrafter`: alone the target is; above an inner drafter it drafts for nobody else."""
+        return shape_of(self._target, self._name) if self._inner is None else None
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """See `AttendingDrafter`. Its own reader may watch too, by the same heads."""
+        if self._inner is None:
+            self._watched = tuple(heads) or self._watched or spread_layers(self._target.num_layers)
+        return bool(self._watched)
+
+    def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
+        """See `AttendingDrafter`: over the whole history, of which drafting read little."""
+        assert self._arena is not None
+        if (part := self._rounds.get(request.id)) is None:
+            return None
+        return draft_mass(part.looks, self._watched, self._arena, part.lease.start, length)
+
+    def _remember(self, request_id: int, ended: Round | None, length: int) -> None:
+        """Keeps for the next round where the drafts of this one looked; it had a history of `length`."""
+        assert self._arena is not None
+        self._looked.pop(request_id, None)
+        if ended is None or not self._reader.wants_draft:
+            return
+        start = ended.lease.start
+        looked_N = draft_mass(ended.looks, self._watched, self._arena, start, length)
+        if looked_N is not None:
+            self._looked[request_id] = looked_N
+
+    def _begin(self, request: DraftRequest, plan: StepPlan) -> Round | None:
         """A round, if the prompt has been read and its history is too long to be read whole."""
         lease = request.lease
-        if not plan.draft_tokens or lease is None or lease.length != len(request.tokens) - 1:
+        if plan.direct or not plan.draft_tokens or lease is None or lease.length != len(request.tokens) - 1:
             return None
         if not self._reader.ready(request.id):
             return None
         assert self._arena is not None
-        if (selected := self._reader.select(request.id, self._arena, lease)) is None:
+        looked_N = self._looked.get(request.id)
+        if looked_N is not None:  # what is newer was not looked at
+            looked_N = F.pad(looked_N, (0, lease.length - len(looked_N)))
+        if (selected := self._reader.select(request.id, self._arena, lease, looked_N)) is None:
             return None
         ahead = self._ahead.get(request.id)
         if ahead is not None and self._inner is not None and not self._inner.invariant:
             # how much of a round is kept says something about its draws: no two rounds may share them
             ahead.sampler.seed = make_key(request.sampler.seed, Stream.MIDDLE, len(request.tokens)) >> 1
-        self._rounds[request.id] = _Round(request, ahead, lease, plan.draft_tokens, selected)
+        self._rounds[request.id] = Round(request, ahead, lease, plan.draft_tokens, selected)
         return self._rounds[request.id]
 
     def _direct(
         self,
         requests: Sequence[DraftRequest],
         plans: Sequence[StepPlan],
-        rounds: Sequence[_Round | None],
+        rounds: Sequence[Round | None],
     ) -> list[DraftTree]:
         """The inner drafter's trees for requests without a round."""
         if self._inner is None:
@@ -246,23 +256,26 @@ class SparseTargetDrafter:
         found = dict(zip(places, self._inner.drafter.propose(copies, own), strict=True))
         return [found.get(i, EMPTY_TREE) for i in range(len(requests))]
 
-    def _advance(self, active: Sequence[_Round]) -> None:
+    def _advance(self, active: Sequence[Round]) -> None:
         """One pass of the target over few keys for all open rounds."""
         assert self._arena is not None
         trees = self._inner_drafts(active)
         segments = [part.segment(tree) for part, tree in zip(active, trees, strict=True)]
-        output = self._target.forward(pack(segments, self._arena), self._inner_needs)
+        needs = self._inner_needs | watching(self._watched)
+        output = self._target.forward(pack(segments, self._arena), needs)
         best_R: list[int] = output.logits_RV.argmax(-1).tolist()
         row = 0
         for part, tree in zip(active, trees, strict=True):
             rows = slice(row, row + 1 + len(tree))
             if part.ahead is None:
                 self._decode(part, output.logits_RV[row])
+                if self._watched:
+                    part.looks.append({n: found.at([row]) for n, found in output.queries.items()})
             else:
                 self._judge(part, part.ahead, tree, output, rows, best_R[rows])
             row = rows.stop
 
-    def _inner_drafts(self, active: Sequence[_Round]) -> list[DraftTree]:
+    def _inner_drafts(self, active: Sequence[Round]) -> list[DraftTree]:
         """What the inner drafter proposes to each round; one place is left for the target's token."""
         if self._inner is None:
             return [EMPTY_TREE for _ in active]
@@ -278,7 +291,7 @@ class SparseTargetDrafter:
                 part.selected = part.selected if selected is None else selected
         return trees
 
-    def _decode(self, part: _Round, logits_V: Tensor) -> None:
+    def _decode(self, part: Round, logits_V: Tensor) -> None:
         """The target's own token over few keys."""
         drawn, log_q_V = part.request.sampler.draw(logits_V, part.pending, 1)
         part.pending += drawn
@@ -287,8 +300,8 @@ class SparseTargetDrafter:
 
     def _judge(
         self,
-        part: _Round,
-        ahead: _Ahead,
+        part: Round,
+        ahead: Ahead,
         tree: DraftTree,
         output: ForwardOutput,
         rows: slice,
@@ -319,7 +332,7 @@ class SparseTargetDrafter:
             ahead, Observed(past, len(kept), tree, verdict, hidden_TW, aux_TW, choices)
         )
 
-    def _retract(self, request: DraftRequest, ahead: _Ahead, length: int) -> None:
+    def _retract(self, request: DraftRequest, ahead: Ahead, length: int) -> None:
         """Takes tokens back from the inner drafter."""
         assert self._inner is not None
         drafter = self._inner.drafter
@@ -353,7 +366,9 @@ def build(context: DrafterContext, argument: str | None, options: SelfOptions) -
     """See `DrafterEntry.build`.
 
     Raises:
-        InputError: the budget is too small.
+        InputError: the budget is too small, or a given profile is of other models.
     """
-    reader = KVReader(POLICIES[options.kv], options.budget, context.target.num_layers)
-    return SparseTargetDrafter(context.target, reader)
+    policy, own = POLICIES[options.kv], shape_of(context.target, context.name)
+    profile = choose(context.kv_profile, own, own) if goes_by_profile(policy) else None
+    reader = KVReader(policy, options.budget, context.target.num_layers, profile)
+    return SparseTargetDrafter(context.target, reader, name=context.name)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from foretell.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.errors import InputError
-from foretell.types import NO_NEEDS, DraftTree, StepPlan
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, StepPlan
 
 _CHECK_EVERY = 64  # tokens between two looks at the pool's size
 # A context of L tokens continues as before with chance L / (L + 1.7): fitted to 120 prompts of six tasks
@@ -144,9 +144,12 @@ class SuffixDrafter:
         """Trees with their scores, the tokens that each is expected to gain."""
         out = []
         for request, plan in zip(requests, plans, strict=True):
+            if not plan.draft_tokens:  # reading can wait, too: a burst of it costs less
+                out.append((EMPTY_TREE, 0.0))
+                continue
             history = self._histories[request.id]
             self._catch_up(history, request.tokens)
-            best = self._best(history, plan, request.end_ids) if plan.draft_tokens else NOTHING
+            best = self._best(history, plan, request.end_ids)
             tree = DraftTree(best.tokens, best.parents, confidence=best.confidence)
             out.append((tree, best.score))
         return out

@@ -1,9 +1,13 @@
-"""The compiled CPU kernels (native/*.c) behind the interface of base.py, through ctypes."""
+"""The compiled CPU kernels (native/*.c) behind the interface of base.py, through ctypes.
+
+Shape suffixes: R queries, N keys of one request, T, H, K, D, S and others as in base.py.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,6 +37,20 @@ class _AttendArgs(ctypes.Structure):
         *((name, _PTR) for name in ("order_at", "order")),
         *((name, _PTR) for name in ("task_row", "task_kv", "task_first", "task_count")),
         *((name, _INT) for name in ("tasks", "chunk")),
+        ("sinks", _PTR),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    )
+
+
+class _MassArgs(ctypes.Structure):
+    """mass_t of native/mass.c."""
+
+    _fields_ = (
+        *((name, _PTR) for name in ("q", "k", "out", "score", "top", "sum")),
+        *((name, _INT) for name in ("q_stride", "head_stride")),
+        *((name, _INT) for name in ("rows", "chosen", "group", "keys", "dim")),
+        *((name, _PTR) for name in ("heads", "last")),
+        ("window", _INT),
         ("sinks", _PTR),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     )
@@ -172,6 +190,45 @@ class NativeKernels:
         )
         self._lib.ft_attend(ctypes.byref(args), threads if self.worth_threads(seen, spec) else 1)
         return out_TW
+
+    def add_mass(
+        self,
+        out_N: Tensor,
+        q_RHD: Tensor,
+        keys_KND: Tensor,
+        spec: HeadSpec,
+        heads: Sequence[int],
+        last_R: Sequence[int],
+    ) -> None:
+        """Adds to `out_N` what each row pays to each key, averaged over `heads` (ascending): row after row,
+        so that the sum is the same bits however rows are cut into calls.
+
+        Args:
+            q_RHD, keys_KND: heads one behind another, as in a pass and in the arena.
+            last_R: the last key that each row sees.
+        """
+        chosen, last = (torch.tensor(list(values), dtype=torch.int64) for values in (heads, last_R))
+        args = _MassArgs(
+            *(t.data_ptr() for t in (q_RHD, keys_KND, out_N)),
+            *(None, None, None),
+            *(q_RHD.stride(0), keys_KND.stride(0)),
+            *(len(q_RHD), len(heads), spec.heads // spec.kv_heads, keys_KND.shape[1], spec.dim),
+            *(chosen.data_ptr(), last.data_ptr()),
+            spec.window or 0,
+            None if spec.sinks_H is None else spec.sinks_H.data_ptr(),
+            *(spec.scale, spec.softcap),
+        )
+        self._lib.ft_mass(ctypes.byref(args), torch.get_num_threads())
+
+    def mark_best(self, score_N: Tensor, kept_N: Tensor, count: int) -> None:
+        """Sets `count` more entries of the bool mask, those of highest score, the first ones where scores are
+        equal. At least so many are unset."""
+        score_N = score_N.float().contiguous()
+        room = torch.empty(2, len(score_N), dtype=torch.int32)
+        self._lib.ft_mark_best(
+            *(_PTR(t.data_ptr()) for t in (score_N, kept_N, room[0], room[1])),
+            *(_INT(len(score_N)), _INT(count)),
+        )
 
     @staticmethod
     def tasks(seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:

@@ -43,6 +43,7 @@ class TargetModel(Protocol):
         weights: how its matrices are kept: "stored", "fp32", "fp16" or "int8".
         row_exact: the logits of a row are the same bits whatever rows are computed beside it.
         vocab_size: width of the logits; may exceed the tokenizer's vocabulary (padding).
+        num_heads: query heads of a layer.
         max_context: positions that the model was made for.
         hidden_size: width of its hidden states.
         dtype: of hidden states and arithmetic.
@@ -53,6 +54,7 @@ class TargetModel(Protocol):
     row_exact: bool
     vocab_size: int
     num_layers: int
+    num_heads: int
     max_context: int
     hidden_size: int
     dtype: torch.dtype

@@ -66,6 +66,7 @@ class Decoder:
         self.config = config
         self.vocab_size = config.vocab_size
         self.num_layers = config.layers
+        self.num_heads = config.heads
         self.max_context = config.max_context
         self.hidden_size = config.hidden
         self.device = device

@@ -124,6 +124,7 @@ class HfModel:
         try:
             self.vocab_size = int(config.vocab_size)
             self.num_layers = int(config.num_hidden_layers)
+            self.num_heads = int(config.num_attention_heads)
             self.max_context = int(config.max_position_embeddings)
             self.hidden_size = int(config.hidden_size)
         except AttributeError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from foretell.types import DraftTree
 
@@ -64,10 +65,13 @@ class _Origin:
         return self.by_confidence[place]
 
     def at(self, depth: int) -> Share:
-        """By depth alone, the first token's being 0."""
+        """By depth alone, the first token's being 0. Where little was seen so deep, it is taken to be as one
+        token before."""
         depth = min(depth, _DEEPEST - 1)
         while len(self.by_depth) <= depth:
             self.by_depth.append(Share(_UNKNOWN))
+        for above, own in pairwise(self.by_depth[: depth + 1]):
+            own.prior = above.mean
         return self.by_depth[depth]
 
 
@@ -78,7 +82,7 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._origins: dict[int, _Origin] = {}
+        self._origins: dict[tuple[int, int], _Origin] = {}  # by levels and origin
         self._factors: dict[int, tuple[float, float]] = {}  # tokens kept, tokens expected
 
     def chances(self, request_id: int, tree: DraftTree) -> list[float]:
@@ -91,10 +95,11 @@ class Acceptance:
         kept, expected = self._factors.get(request_id, (0.0, 0.0))
         return min(1.5, (kept + _OTHERS) / (expected + _OTHERS))
 
-    def by_depth(self, length: int) -> list[float]:
-        """The chance that a draft is kept at least so deep, for depths 1 .. length. Of several drafters it
-        is the last one's: those before it draft for free."""
-        known = self._origins.setdefault(max(self._origins, default=0), _Origin())
+    def by_depth(self, length: int, levels: int = 1) -> list[float]:
+        """The chance that a draft of so many levels is kept at least so deep, for depths 1 .. length. Of
+        several drafters it is the last one's: those before it draft for free."""
+        last = max((origin for own, origin in self._origins if own == levels), default=0)
+        known = self._origins.setdefault((levels, last), _Origin())
         chance, out = 1.0, []
         for depth in range(length):
             chance *= known.at(depth).mean
@@ -105,7 +110,7 @@ class Acceptance:
         """A draft was judged."""
         if not len(tree):
             return
-        known = self._origins.setdefault(tree.origin, _Origin())
+        known = self._origins.setdefault((tree.levels, tree.origin), _Origin())
         kept, expected = self._factors.get(request_id, (0.0, 0.0))
         promised = _expected(self._plain(tree), tree)
         keep = _SPAN / (_SPAN + promised)
@@ -132,7 +137,7 @@ class Acceptance:
         self._factors.pop(request_id, None)
 
     def _plain(self, tree: DraftTree) -> list[float]:
-        known = self._origins.setdefault(tree.origin, _Origin())
+        known = self._origins.setdefault((tree.levels, tree.origin), _Origin())
         out: list[float] = []
         depths: list[int] = []
         for node, parent in enumerate(tree.parents):

@@ -14,22 +14,23 @@ from dataclasses import dataclass, replace
 from foretell.planner.acceptance import Acceptance
 from foretell.planner.base import PlannedRequest, StepReport
 from foretell.planner.cost import CostTable
+from foretell.planner.levels import LevelChoice, Rest
 from foretell.types import EMPTY_TREE, DraftTree, StepPlan
 
 _FREE = 0.02  # drafting that costs less than this share of a step is done without asking
 _MARGIN = 1.01  # gain that a draft must promise: what is measured is never quite true
 _PROBE = 4  # tokens of a draft that only looks whether drafting pays
-_LOOKS = 3  # such drafts in a row
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps until the next ones
 _MEMORY = 0.9
+_ROUNDS = 0.6  # of drafts by several levels, each of which takes many passes already
 _SPANS = (1, 4, 16, 64)  # further rows, of which the mean price is asked
 _MISJUDGED = 0.5  # a node may be worth so much more than its drafter believes
 
 
 @dataclass(slots=True)
 class _DraftCost:
-    """Seconds of drafting, as measured: per step, and per proposed token."""
+    """Seconds of drafting, as measured: per step, and per proposed token. `memory`: weight of the past."""
 
+    memory: float = _MEMORY
     per_step: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
@@ -40,9 +41,10 @@ class _DraftCost:
 
     def observe(self, seconds: float, tokens: int) -> None:
         """One step's drafting."""
-        self.per_step = _MEMORY * self.per_step + (1 - _MEMORY) * seconds if self.tokens else seconds
-        self.seconds = _MEMORY * self.seconds + seconds
-        self.tokens = _MEMORY * self.tokens + tokens
+        keep = self.memory
+        self.per_step = keep * self.per_step + (1 - keep) * seconds if self.tokens else seconds
+        self.seconds = keep * self.seconds + seconds
+        self.tokens = keep * self.tokens + tokens
 
 
 @dataclass(slots=True)
@@ -59,54 +61,45 @@ class _WholeDrafts:
         self.gain = 1.0 if first else _MEMORY * self.gain + (1 - _MEMORY) * gained
 
 
-@dataclass(slots=True)
-class _Rest:
-    """Pauses of a drafter that does not pay: a few looks, then a pause, twice as long each time."""
-
-    looks: int = _LOOKS
-    left: int = 0
-    pause: int = _FIRST_PAUSE
-
-    def tick(self) -> bool:
-        """Whether this step is a look."""
-        if self.looks > 0:
-            self.looks -= 1
-            if self.looks == 0:
-                self.left, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
-            return True
-        self.left -= 1
-        if self.left <= 0:
-            self.looks = _LOOKS
-        return False
-
-
 class AdaptivePlanner:
     """See `Planner`.
 
     Args:
         cost: seconds of a step by rows.
         max_draft: longest draft per request.
+        direct: of a drafter with several levels, the longest draft that suits the lowest alone; 0 = it has
+            one level.
     """
 
-    def __init__(self, cost: CostTable, max_draft: int) -> None:
+    def __init__(self, cost: CostTable, max_draft: int, direct: int = 0) -> None:
         self.cost = cost
         self.max_draft = max_draft
         self.acceptance = Acceptance()
-        self.draft_cost = _DraftCost()
+        self.levels = LevelChoice()
+        self._most_direct = min(direct, max_draft)
+        self._direct = False  # whether the lowest level drafts alone in this step
+        self._costs = {1: _DraftCost(), 2: _DraftCost(_ROUNDS)}  # of the lowest level alone, and of all
         self.whole = _WholeDrafts()
-        self._rest = _Rest()
+        self._rest = Rest()
         self._looking = False  # whether this step's drafts are made only to see whether they pay
         self._paid = False  # whether drafts that cost something were allowed in this step
         self._waiting = True  # whether some request would not have drafted
+        self._prices: list[tuple[float, float]] | None = None
 
     def plan(self, requests: Sequence[PlannedRequest]) -> list[StepPlan]:
         """How long each draft may be."""
         self._looking = self._waiting and self._rest.tick()
-        self._waiting = False
+        self._waiting, self._prices = False, None
+        if requests and self._most_direct:
+            self._direct = self.levels.lowest()
+            self._looking = self._looking or self.levels.looking
         least = _MISJUDGED * self._least_chance(len(requests))
+        plans = [self._length(request, len(requests)) for request in requests]
         plans = [
-            replace(self._length(request, len(requests)), worth=least / self.acceptance.factor(request.id))
-            for request in requests
+            replace(plan, worth=least / self.acceptance.factor(request.id), direct=self._direct)
+            if plan.draft_tokens or plan.free_tokens
+            else plan
+            for request, plan in zip(requests, plans, strict=True)
         ]
         self._paid = any(plan.draft_tokens for plan in plans)
         return plans
@@ -149,8 +142,17 @@ class AdaptivePlanner:
         """Learns from a finished step."""
         if report.prompt_rows == 0:
             self.cost.observe(report.rows, report.target_s + report.verify_s + report.rest_s)
+        made = max((tree.levels for _, tree, _ in report.judged if len(tree)), default=self._levels_used)
         if report.proposed and self._paid:
-            self.draft_cost.observe(report.draft_s, report.proposed)
+            self._costs[made].observe(report.draft_s, report.proposed)
+        if self._most_direct and report.judged and not report.prompt_rows:
+            seconds = report.draft_s + report.target_s + report.verify_s + report.rest_s
+            self.levels.observe(
+                lowest=made == 1 or self._direct,
+                tried_all=not self._direct,
+                tokens=sum(1 + len(path) for _, _, path in report.judged) / len(report.judged),
+                time=seconds / self.cost(len(report.judged)),
+            )
         self.acceptance.step()
         for request_id, tree, path in report.judged:
             self.acceptance.observe(request_id, tree, path)
@@ -161,6 +163,11 @@ class AdaptivePlanner:
         """The request has ended."""
         self.acceptance.forget(request_id)
 
+    @property
+    def _levels_used(self) -> int:
+        """Levels that this step's plans ask for."""
+        return 2 if self._most_direct and not self._direct else 1
+
     def _least_chance(self, batch: int) -> float:
         """What a node's chance must be, if any is to raise the tokens per second: the cheapest further row's
         cost, in plain steps of the batch, for each of the batch's tokens."""
@@ -170,17 +177,18 @@ class AdaptivePlanner:
         return batch * min((self.cost(batch + count) - plain) / count for count in _SPANS) / plain
 
     def _length(self, request: PlannedRequest, batch: int) -> StepPlan:
-        room = min(self.max_draft, request.remaining - 1)
+        room = min(self._most_direct if self._direct else self.max_draft, request.remaining - 1)
         if room <= 0:
             return StepPlan(0, "nothing is left to draft" if self.max_draft else "speculation is off")
-        if self.whole.nodes:
+        if self.whole.nodes and self._levels_used == 1:
             return self._whole_or_none(room, batch)
-        if self.draft_cost.per_step < _FREE * self.cost(batch):
+        cost = self._costs[self._levels_used]
+        if cost.per_step < _FREE * self.cost(batch):
             return StepPlan(room, "drafting is free")
-        best = self._best_length(request.id, room, batch, self.draft_cost.per_token)
+        best = self._best_length(request.id, room, batch)
         if best:
             return StepPlan(best, "as long as it pays", free_tokens=room)
-        return self._off(min(_PROBE, room), room)
+        return self._off(min(self._levels_used * _PROBE, room), room)
 
     def _whole_or_none(self, room: int, batch: int) -> StepPlan:
         rows = batch + round(self.whole.nodes) * batch
@@ -195,16 +203,27 @@ class AdaptivePlanner:
             return StepPlan(look, "a look whether drafting pays", free_tokens=room)
         return StepPlan(0, "off: drafting costs more than it gains", free_tokens=room)
 
-    def _best_length(self, request_id: int, room: int, batch: int, per_token: float) -> int:
+    def _best_length(self, request_id: int, room: int, batch: int) -> int:
         """Draft length with the highest expected tokens per second; 0 = plain decoding."""
         factor = self.acceptance.factor(request_id)
-        gained, best, best_rate = 1.0, 0, _MARGIN / self.cost(batch) * batch
-        for length, chance in enumerate(self.acceptance.by_depth(room), start=1):
+        gained, best, best_rate = 1.0, 0, _MARGIN / self.cost(batch)
+        for length, (chance, seconds) in enumerate(self._lengths(batch)[:room], start=1):
             gained += min(0.999, chance * factor)
-            rate = gained * batch / (self.cost(batch * (1 + length)) + per_token * length * batch)
-            if rate > best_rate:
-                best, best_rate = length, rate
+            if gained > best_rate * seconds:
+                best, best_rate = length, gained / seconds
         return best
+
+    def _lengths(self, batch: int) -> list[tuple[float, float]]:
+        """For drafts of 1, 2 ... tokens, the same for the whole batch: the chance that the last one is kept,
+        and the step's seconds. Made once per step."""
+        if self._prices is None:
+            per_token = self._costs[self._levels_used].per_token
+            kept = self.acceptance.by_depth(self.max_draft, self._levels_used)
+            self._prices = [
+                (chance, self.cost(batch * (1 + length)) + per_token * length * batch)
+                for length, chance in enumerate(kept, start=1)
+            ]
+        return self._prices
 
 
 def _part(tree: DraftTree, kept: set[int]) -> DraftTree:
@@ -220,4 +239,5 @@ def _part(tree: DraftTree, kept: set[int]) -> DraftTree:
         tuple(new[tree.parents[node]] for node in order),
         confidence=confidence,
         origin=tree.origin,
+        levels=tree.levels,
     )

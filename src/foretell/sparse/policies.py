@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretell.kernels import native_kernels
 from foretell.registry import Registry
 from foretell.sparse.signals import PAGE, Signals
 
@@ -50,7 +51,8 @@ class Policy(Protocol):
         about: one line for help texts.
     """
 
-    needs: ClassVar[frozenset[Signal]]
+    @property
+    def needs(self) -> frozenset[Signal]: ...
 
     @property
     def about(self) -> str: ...
@@ -85,13 +87,18 @@ def _mark_best(score_N: Tensor | None, kept_N: Tensor, count: int) -> None:
     """Marks the unmarked positions of highest score."""
     assert score_N is not None, "a signal that the policy needs is missing"
     assert len(score_N) == len(kept_N), "a signal of another history"
-    kept_N[score_N.cpu().masked_fill(kept_N, -torch.inf).topk(count).indices] = True
+    score_N = score_N.cpu()
+    if (kernels := native_kernels()) is not None:
+        kernels.mark_best(score_N, kept_N, count)
+    else:
+        kept_N[score_N.masked_fill(kept_N, -torch.inf).topk(count).indices] = True
 
 
-def _mark_newest(kept_N: Tensor, count: int, end: int | None = None) -> None:
-    """Marks the last unmarked positions before `end`."""
-    unmarked = (~kept_N[:end]).nonzero()[:, 0]
-    kept_N[unmarked[max(0, len(unmarked) - count) :]] = True
+def _mark_newest(kept_N: Tensor, count: int) -> None:
+    """Marks the last unmarked positions."""
+    first = max(0, len(kept_N) - count - int(kept_N.sum()))  # so many are behind it, marked ones and all
+    unmarked = (~kept_N[first:]).nonzero()[:, 0]
+    kept_N[first:][unmarked[max(0, len(unmarked) - count) :]] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +122,13 @@ class SnapKV:
 
     def fill(self, signals: Signals, kept_N: Tensor, room: int) -> None:
         """See `Policy`."""
-        before = int(kept_N.sum())
-        prompt_N = torch.zeros(signals.length, dtype=torch.bool)
-        prompt_N[: signals.prompt] = True
-        left = int((prompt_N & ~kept_N).sum())
-        generated = int((~prompt_N & ~kept_N).sum())
-        newest_N = kept_N | prompt_N
-        _mark_newest(newest_N, min(generated, max(room // 2, room - left)))
-        kept_N |= newest_N & ~prompt_N
+        read_N, made_N = kept_N[: signals.prompt], kept_N[signals.prompt :]
+        left, generated = (int((~part_N).sum()) for part_N in (read_N, made_N))
+        newest = min(generated, max(room // 2, room - left))
+        _mark_newest(made_N, newest)
         assert signals.window_N is not None, "a signal that the policy needs is missing"
         pooled_N = F.avg_pool1d(signals.window_N.cpu()[None], _POOL, stride=1, padding=_POOL // 2)[0]
-        score_N = torch.full((signals.length,), -torch.inf)
-        score_N[: signals.prompt] = pooled_N
-        _mark_best(score_N, kept_N, before + room - int(kept_N.sum()))
+        _mark_best(pooled_N, read_N, room - newest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +156,17 @@ class Quest:
     def fill(self, signals: Signals, kept_N: Tensor, room: int) -> None:
         """See `Policy`."""
         assert signals.pages_P is not None, "a signal that the policy needs is missing"
-        best_P = signals.pages_P.cpu().argsort(descending=True, stable=True)
-        rank_P = torch.empty_like(best_P)
-        rank_P[best_P] = torch.arange(len(best_P))
-        place_N = torch.arange(signals.length)
-        # the best page first, inside a page the first position first
-        turn_N = rank_P[place_N // PAGE] * PAGE + place_N % PAGE
-        last = int(rank_P.numel()) * PAGE
-        kept_N[turn_N.masked_fill(kept_N, last).topk(room, largest=False).indices] = True
+        order_P = signals.pages_P.cpu().argsort(descending=True, stable=True)
+        free_N = F.pad(~kept_N, (0, len(order_P) * PAGE - signals.length))
+        before_P = free_N.view(-1, PAGE).sum(1)[order_P].cumsum(0)
+        whole = int(torch.searchsorted(before_P, room, right=True))  # pages that fit
+        rows_PX = torch.zeros(len(order_P), PAGE, dtype=torch.bool)
+        rows_PX[order_P[:whole]] = True
+        kept_N |= rows_PX.flatten()[: signals.length]
+        if whole < len(order_P) and (rest := room - (int(before_P[whole - 1]) if whole else 0)):
+            start = int(order_P[whole]) * PAGE
+            part_N = kept_N[start : start + PAGE]
+            part_N[(~part_N).nonzero()[:rest, 0]] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +178,12 @@ class Dustin:
     """
 
     lookahead: float = 0.5
-    needs: ClassVar[frozenset[Signal]] = frozenset({"history", "lookahead"})
     about: str = "what the draft looks at, then what the target's last token looked at (Dustin)"
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """The last token's attention too where all goes by the draft: there may be none."""
+        return frozenset({"history", "lookahead"} if self.lookahead else {"history"})
 
     def fill(self, signals: Signals, kept_N: Tensor, room: int) -> None:
         """See `Policy`. The second fill sees the first one's positions as taken: the two are disjoint."""
@@ -184,6 +192,11 @@ class Dustin:
             _mark_best(signals.lookahead_N, kept_N, first)
         if first < room:
             _mark_best(signals.history_N, kept_N, room - first)
+
+
+def goes_by_profile(policy: Policy) -> bool:
+    """Whether a profile changes what the policy selects; published baselines keep their own rules."""
+    return isinstance(policy, Dustin)
 
 
 POLICIES: Registry[Policy] = Registry(

@@ -1,7 +1,7 @@
 """Follows the requests of one model, gathers the signals that a policy needs, and selects what is read.
 
 The queries of a few layers come out of the forward pass that happens anyway; the keys lie in the arena.
-Without a profile of retrieval heads, all heads of the middle layer are asked.
+Without a profile all heads of the middle layer are asked; so are they by policies that go by no profile.
 
 Shape suffixes: T rows, N positions, H query heads, K key/value heads, D head size, P pages.
 """
@@ -18,11 +18,11 @@ from torch import Tensor
 from foretell.attention import Queries
 from foretell.cache import KVArena, Lease
 from foretell.errors import InputError
-from foretell.sparse.policies import LEAST_BUDGET, OBSERVED, Policy, select
-from foretell.sparse.signals import PAGE, Signals, attention_mass, page_bounds, page_scores
+from foretell.sparse.lookahead import Heads
+from foretell.sparse.policies import LEAST_BUDGET, OBSERVED, POLICIES, Dustin, Policy, goes_by_profile, select
+from foretell.sparse.profile import Profile
+from foretell.sparse.signals import PageBounds, Signals, add_attention, page_scores
 from foretell.types import NO_NEEDS, Needs
-
-_SCORES_AT_ONCE = 1 << 22  # bounds the score matrix of a long prompt
 
 
 class Reader(Protocol):
@@ -30,10 +30,13 @@ class Reader(Protocol):
 
     Attributes:
         needs: what `observe` wants of the passes.
+        draft_heads: see `KVReader`.
     """
 
     @property
     def needs(self) -> Needs: ...
+    @property
+    def draft_heads(self) -> tuple[Heads, ...]: ...
     @property
     def wants_draft(self) -> bool: ...
     def start(self, request_id: int, prompt: int) -> None: ...
@@ -64,7 +67,8 @@ class _History:
         last: per layer, the queries of the last confirmed tokens, `OBSERVED` at most.
         received_N: attention summed over the queries seen so far.
         window_N: see `Signals`; fixed once the prompt has been read.
-        bounds: per layer, lowest and highest key of the pages that are full.
+        bounds: per layer, of the pages of keys.
+        last_N: attention of the last confirmed token, once it was asked for.
     """
 
     prompt: int
@@ -72,7 +76,8 @@ class _History:
     last: dict[int, Queries] = field(default_factory=dict)
     received_N: Tensor | None = None
     window_N: Tensor | None = None
-    bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    bounds: dict[int, PageBounds] = field(default_factory=dict)
+    last_N: Tensor | None = None
 
 
 class KVReader:
@@ -82,19 +87,28 @@ class KVReader:
         policy: how.
         budget: positions that a pass reads beside its own block.
         layers: those of the model, of which the middle one is asked.
+        profile: whom `dustin` and its ablations ask instead; and, for `dustin`, how much goes by the draft.
+
+    Attributes:
+        draft_heads: whom it wants to be asked of a draft; empty = whom the draft chooses.
 
     Raises:
         InputError: the budget is too small.
     """
 
-    def __init__(self, policy: Policy, budget: int, layers: int) -> None:
+    def __init__(self, policy: Policy, budget: int, layers: int, profile: Profile | None = None) -> None:
         if budget < LEAST_BUDGET:
             raise InputError(f"kv_budget must be at least {LEAST_BUDGET}, got {budget}")
+        profile = profile if goes_by_profile(policy) else None
+        if profile is not None and policy is POLICIES["dustin"]:
+            policy = Dustin(profile.share(budget))
         self.policy = policy
         self.budget = budget
         asked = bool(policy.needs - {"lookahead"})
         prompts = bool(policy.needs & {"window", "received"})
-        self.needs = Needs(queries=(layers // 2,), prompts=prompts) if asked else NO_NEEDS
+        self._asked = Heads(layers // 2) if profile is None else profile.target_heads
+        self.draft_heads = () if profile is None else profile.draft_heads
+        self.needs = Needs(queries=(self._asked.layer,), prompts=prompts) if asked else NO_NEEDS
         self._histories: dict[int, _History] = {}
 
     @property
@@ -134,18 +148,18 @@ class KVReader:
     ) -> None:
         """Takes in confirmed tokens: the last `len(rows)` of the lease, whose queries are at these rows."""
         history = self._histories[request_id]
-        history.observed = True
+        history.observed, history.last_N = True, None
         for layer in self.needs.queries:
             new, keys_KND = queries[layer].at(rows), _keys(arena, lease, layer)
             if "received" in self.policy.needs:
-                _receive(history, new, keys_KND)
+                _receive(history, new, keys_KND, self._asked)
             old = history.last.get(layer)
             known_THD = new.q_THD if old is None else torch.cat([old.q_THD, new.q_THD])
             if "window" in self.policy.needs and history.window_N is None and lease.length >= history.prompt:
                 # the step that ends the prompt may have confirmed a draft behind it
                 read_THD = known_THD[: len(known_THD) - (lease.length - history.prompt)]
                 own_KND = keys_KND[:, : history.prompt]
-                history.window_N = _mass(Queries(read_THD[-OBSERVED:], new.spec), own_KND)
+                history.window_N = _mass(Queries(read_THD[-OBSERVED:], new.spec), own_KND, self._asked)
             history.last[layer] = Queries(known_THD[-OBSERVED:], new.spec)
 
     @torch.inference_mode()
@@ -169,22 +183,20 @@ class KVReader:
 
     def _history(self, history: _History, arena: KVArena, lease: Lease) -> Tensor:
         """Attention of the last confirmed token: [N]."""
-        (layer,) = self.needs.queries
-        last = history.last[layer]
-        return _mass(Queries(last.q_THD[-1:], last.spec), _keys(arena, lease, layer))
+        if history.last_N is None:
+            (layer,) = self.needs.queries
+            last = history.last[layer]
+            own = Queries(last.q_THD[-1:], last.spec)
+            history.last_N = _mass(own, _keys(arena, lease, layer), self._asked)
+        return history.last_N
 
     def _pages(self, history: _History, arena: KVArena, lease: Lease) -> Tensor:
-        """Quest's scores, comparable between heads: [P]. Bounds of full pages are kept."""
+        """Quest's scores, comparable between heads: [P]."""
         (layer,) = self.needs.queries
-        keys_KND, last = _keys(arena, lease, layer), history.last[layer]
-        known = history.bounds.get(layer)
-        start = 0 if known is None else known[0].shape[1] * PAGE
-        low, high = page_bounds(keys_KND[:, start:])
-        if known is not None:
-            low, high = torch.cat([known[0], low], 1), torch.cat([known[1], high], 1)
-        full = keys_KND.shape[1] // PAGE
-        history.bounds[layer] = low[:, :full], high[:, :full]
-        scores_JP = page_scores(last.q_THD[-1], (low, high), last.spec, range(last.spec.heads))
+        last, bounds = history.last[layer], history.bounds.setdefault(layer, PageBounds())
+        scores_JP = page_scores(
+            last.q_THD[-1], bounds.of(_keys(arena, lease, layer)), last.spec, range(last.spec.heads)
+        )
         return scores_JP.float().softmax(-1).mean(0)
 
 
@@ -192,25 +204,22 @@ def _keys(arena: KVArena, lease: Lease, layer: int) -> Tensor:
     return arena.layer(layer)[0][:, lease.start : lease.start + lease.length]
 
 
-def _mass(last: Queries, keys_KND: Tensor) -> Tensor:
+def _mass(last: Queries, keys_KND: Tensor, asked: Heads) -> Tensor:
     """Attention that the last tokens pay to each position, summed over them, averaged over heads: [N]."""
-    end, spec = keys_KND.shape[1], last.spec
-    places = range(end - len(last.q_THD), end)
-    return attention_mass(last.q_THD, keys_KND, spec, range(spec.heads), places).sum(0).mean(0)
+    total_N = torch.zeros(keys_KND.shape[1], device=keys_KND.device)
+    _add_last(total_N, last, keys_KND, asked)
+    return total_N
 
 
-def _receive(history: _History, new: Queries, keys_KND: Tensor) -> None:
+def _receive(history: _History, new: Queries, keys_KND: Tensor, asked: Heads) -> None:
     """Adds what these last queries pay to every position."""
-    rows, length, spec = len(new.q_THD), keys_KND.shape[1], new.spec
-    total_N = torch.zeros(length, device=keys_KND.device)
+    total_N = torch.zeros(keys_KND.shape[1], device=keys_KND.device)
     if history.received_N is not None:
         total_N[: len(history.received_N)] = history.received_N
-    step = max(1, _SCORES_AT_ONCE // (spec.heads * length))
-    for row in range(0, rows, step):
-        part_THD = new.q_THD[row : row + step]
-        first = length - rows + row
-        mass = attention_mass(
-            part_THD, keys_KND, spec, range(spec.heads), range(first, first + len(part_THD))
-        )
-        total_N += mass.sum(0).mean(0)
+    _add_last(total_N, new, keys_KND, asked)
     history.received_N = total_N
+
+
+def _add_last(total_N: Tensor, last: Queries, keys_KND: Tensor, asked: Heads) -> None:
+    end, rows = keys_KND.shape[1], len(last.q_THD)
+    add_attention(total_N, last.q_THD, keys_KND, last.spec, asked.of(last.spec), range(end - rows, end))

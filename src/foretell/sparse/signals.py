@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.kernels import HeadSpec
+from foretell.kernels import HeadSpec, NativeKernels, kernels_for
 
 PAGE = 16  # keys that share a bound (Quest)
+_SCORES_AT_ONCE = 1 << 22  # bounds the scores of a long prompt's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,32 @@ def attention_mass(
     return torch.cat([scores_RJN, sinks_RJ1], -1).softmax(-1)[..., :-1]
 
 
+def add_attention(
+    total_N: Tensor,
+    q_RHD: Tensor,
+    keys_KND: Tensor,
+    spec: HeadSpec,
+    heads: Sequence[int],
+    last_R: Sequence[int],
+) -> None:
+    """Adds to `total_N` (float32) what every query pays to every position, averaged over the heads.
+
+    With the compiled kernels a total is the same bits however its queries came, one by one or together.
+
+    Args:
+        q_RHD, keys_KND, last_R: see `attention_mass`.
+        heads: query heads, ascending.
+    """
+    kernels = kernels_for(keys_KND.device, keys_KND.dtype, (spec.dim,))
+    step = max(1, _SCORES_AT_ONCE // (len(heads) * keys_KND.shape[1]))
+    for row in range(0, len(q_RHD), step):
+        part_RHD, ends_R = q_RHD[row : row + step], last_R[row : row + step]
+        if isinstance(kernels, NativeKernels):
+            kernels.add_mass(total_N, part_RHD, keys_KND, spec, heads, ends_R)
+        else:
+            total_N += attention_mass(part_RHD, keys_KND, spec, heads, ends_R).sum(0).mean(0)
+
+
 def page_bounds(keys_KND: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest key of each page, channel by channel: two [K, P, D]; the last page may be short."""
     whole = keys_KND.shape[1] // PAGE * PAGE
@@ -79,6 +106,31 @@ def page_bounds(keys_KND: Tensor) -> tuple[Tensor, Tensor]:
         low = torch.cat([low, tail_KND.amin(1, keepdim=True)], 1)
         high = torch.cat([high, tail_KND.amax(1, keepdim=True)], 1)
     return low, high
+
+
+class PageBounds:
+    """`page_bounds` of a history that grows: pages that are full are looked at once."""
+
+    def __init__(self) -> None:
+        self._room_2KPD: Tensor | None = None
+        self._full = 0
+
+    def of(self, keys_KND: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of these keys, of which full pages of an earlier call are the first: views, good until the
+        next call."""
+        pages, room = -(-keys_KND.shape[1] // PAGE), self._room_2KPD
+        if room is None or room.shape[2] < pages:
+            heads, _, dim = keys_KND.shape
+            self._room_2KPD = keys_KND.new_empty(2, heads, pages + pages // 4 + 1, dim)
+            if room is not None:
+                self._room_2KPD[:, :, : self._full] = room[:, :, : self._full]
+            room = self._room_2KPD
+        if self._full < pages:
+            new = page_bounds(keys_KND[:, self._full * PAGE :])
+            for store_KPD, new_KPD in zip(room, new, strict=True):
+                store_KPD[:, self._full : pages] = new_KPD
+        self._full = keys_KND.shape[1] // PAGE
+        return room[0, :, :pages], room[1, :, :pages]
 
 
 def page_scores(q_HD: Tensor, bounds: tuple[Tensor, Tensor], spec: HeadSpec, heads: Sequence[int]) -> Tensor:

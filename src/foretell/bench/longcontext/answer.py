@@ -21,7 +21,7 @@ from foretell.errors import InputError
 from foretell.models.load import LoadedModel
 from foretell.noise import Stream
 from foretell.planner import FixedPlanner
-from foretell.sparse import POLICIES, KVReader
+from foretell.sparse import POLICIES, KVReader, Profile, choose, shape_of
 from foretell.types import DraftTree, SamplingParams, Verdict
 from foretell.verify import RULES, Draws, Rule, Target
 
@@ -94,6 +94,7 @@ class Runner:
         self._at_once = at_once
         self._slots = (min(at_once, len(methods)) + 1) * (longest + 2 * BLOCK + drafting.tokens)
         self._draft = self._load_draft()
+        self._profile = self._choose_profile()
         self._session: tuple[Panel, Engine] | None = None
 
     def answers(self, question: Question) -> list[Outcome]:
@@ -141,23 +142,28 @@ class Runner:
         target = self._loaded
         context = DrafterContext(target.model, target.tokenizer, self._slots, target.folder)
         drafter = build_drafter(f"draft:{model}", {}, context)
-        if not (isinstance(drafter, AttendingDrafter) and drafter.watch()):
+        if not isinstance(drafter, AttendingDrafter) or drafter.looker is None:
             raise InputError(f"--draft {model} has another vocabulary than the target")
         return drafter
+
+    def _choose_profile(self) -> Profile | None:
+        """The shipped profile of the target and of who looks ahead for it."""
+        target = shape_of(self._loaded.model, self._loaded.name)
+        looker = self._draft.looker if isinstance(self._draft, AttendingDrafter) else target
+        return choose(None, target, looker if self._drafting.tokens else None)
 
     def _build(self, text: Sequence[int]) -> tuple[Panel, Engine]:
         """An engine for all methods; with a text, one that makes them say it."""
         model, tokens = self._loaded.model, self._drafting.tokens
-        panel = Panel(model.num_layers, _EVERY)
-        glance = None
+        panel = Panel(model.num_layers, _EVERY, self._profile)
         inner: Drafter = NoDrafter()
         if self._draft is not None:
             inner = self._draft
         elif self._drafting.tokens:
-            glance = PanelReader(panel, self._own_draft(panel))
-            inner = SparseTargetDrafter(model, glance)
-        drafter = PanelDrafter(model, panel, inner, glance, text, BLOCK if text else 0)
-        reader = PanelReader(panel, panel.own_reader, drafter.measure)
+            few = PanelReader(panel, self._own_draft(panel), wants_draft=False)
+            inner = SparseTargetDrafter(model, few, name=self._loaded.name)
+        drafter = PanelDrafter(model, panel, inner, text, BLOCK if text else 0)
+        reader = PanelReader(panel, panel.own_reader, drafter.measure, wants_draft=True)
         engine = Engine(
             model,
             drafter,

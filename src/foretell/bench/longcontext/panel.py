@@ -20,7 +20,7 @@ from foretell.bench.longcontext.methods import FULL, ORACLE, Method, Watch
 from foretell.cache import KVArena, Lease
 from foretell.drafters import AttendingDrafter, BorrowingDrafter, Drafter, DraftRequest, Observed
 from foretell.models.base import TargetModel
-from foretell.sparse import KVReader, attention_mass
+from foretell.sparse import Heads, KVReader, ModelShape, Profile, attention_mass
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan, chain
 
 _EVERYTHING = 1 << 40  # a budget that holds any prompt
@@ -33,6 +33,7 @@ class Panel:
     Args:
         layers: of the target.
         every: of how many selections of a request one is compared with the truth; 0 = none is.
+        profile: whom dustin asks; None = nobody in particular.
 
     Attributes:
         shares: per request, the share of the block's true attention that was selected, where compared.
@@ -41,6 +42,7 @@ class Panel:
 
     layers: int
     every: int = 0
+    profile: Profile | None = None
     by_request: dict[int, Method] = field(default_factory=dict)
     shares: dict[int, list[float]] = field(default_factory=dict)
     blocks: dict[int, DraftTree] = field(default_factory=dict)
@@ -62,7 +64,13 @@ class Panel:
             return self.watcher
         method = self.by_request[request_id]
         rule = method.rule
-        return None if rule is None else KVReader(rule, method.budget or 0, self.layers)
+        return None if rule is None else KVReader(rule, method.budget or 0, self.layers, self.profile)
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Layers whose queries somebody wants."""
+        layers = {*KVReader(Watch(), _EVERYTHING, self.layers).needs.queries}
+        return tuple(sorted(layers if self.profile is None else {*layers, self.profile.target_heads.layer}))
 
 
 class PanelReader:
@@ -71,22 +79,25 @@ class PanelReader:
     Args:
         make: request -> its reader; None = everything is read.
         measure: called with (request, arena, lease, what was selected).
+        wants_draft: see `KVReader`.
     """
-
-    wants_draft = True
 
     def __init__(
         self,
         panel: Panel,
         make: Callable[[int], KVReader | None],
         measure: Callable[[int, KVArena, Lease, Tensor], None] | None = None,
+        *,
+        wants_draft: bool,
     ) -> None:
+        self.wants_draft = wants_draft
+        self.draft_heads = () if panel.profile is None else panel.profile.draft_heads
         self._panel = panel
         self._make = make
         self._measure = measure
         self._readers: dict[int, KVReader | None] = {}
         # without `prompts`: who watched the prompt has seen all of its rows
-        self.needs = Needs(queries=KVReader(Watch(), _EVERYTHING, panel.layers).needs.queries)
+        self.needs = Needs(queries=panel.asked)
 
     def start(self, request_id: int, prompt: int) -> None:
         """See `KVReader`; resumes what was watched."""
@@ -134,12 +145,10 @@ class PanelReader:
 
 class PanelDrafter:
     """Drafts for all methods by the same drafter, and says where drafts look: for the oracle the truth, for
-    others what their drafter says. Where it cannot say, the target reads the draft once more with few keys.
+    others what their drafter says.
 
     Args:
         inner: who drafts.
-        glance: the reader of an `inner` that is the target itself and does not tell where it looks; None =
-            it tells.
         script: the text that every request is made to say, in place of what is drafted.
         block: tokens of the script per step.
     """
@@ -151,19 +160,16 @@ class PanelDrafter:
         target: TargetModel,
         panel: Panel,
         inner: Drafter,
-        glance: PanelReader | None = None,
         script: Sequence[int] = (),
         block: int = 0,
     ) -> None:
         self._target = target
         self._panel = panel
         self._inner = inner
-        self._glance = glance
         self._script = script
         self._block = block
         self._arena: KVArena | None = None
         self._prompts: dict[int, int] = {}
-        self._drafts: dict[int, DraftTree] = {}
         self.draft_tokens = block or inner.draft_tokens
         self.needs = inner.needs
 
@@ -188,10 +194,10 @@ class PanelDrafter:
         if self._script:  # a block is the last confirmed token and what was drafted
             asked = [(r, replace(p, draft_tokens=min(p.draft_tokens, self._block - 1))) for r, p in asked]
         trees = self._inner.propose([r for r, _ in asked], [p for _, p in asked]) if asked else []
-        self._drafts.update({r.id: tree for (r, _), tree in zip(asked, trees, strict=True)})
+        drafts = {r.id: tree for (r, _), tree in zip(asked, trees, strict=True)}
         out = []
         for request, plan in zip(requests, plans, strict=True):
-            tree = self._scripted(request, plan) if self._script else self._drafts[request.id]
+            tree = self._scripted(request, plan) if self._script else drafts[request.id]
             # the last token of a script is what the one before it is judged by
             self._panel.blocks[request.id] = chain(tree.tokens[:-1]) if self._script else tree
             out.append(tree)
@@ -204,16 +210,20 @@ class PanelDrafter:
     def finish(self, request: DraftRequest) -> None:
         """See `Drafter`."""
         self._inner.finish(request)
-        self._drafts.pop(request.id, None)
 
     def forget(self) -> None:
         """See `Drafter`."""
         self._inner.forget()
 
-    def watch(self) -> bool:
-        """See `AttendingDrafter`: the oracle and the glance always can."""
-        if self._glance is None and isinstance(self._inner, AttendingDrafter):
-            self._inner.watch()
+    @property
+    def looker(self) -> ModelShape | None:
+        """See `AttendingDrafter`."""
+        return self._inner.looker if isinstance(self._inner, AttendingDrafter) else None
+
+    def watch(self, heads: Sequence[Heads] = ()) -> bool:
+        """See `AttendingDrafter`: the oracle always can."""
+        if isinstance(self._inner, AttendingDrafter):
+            self._inner.watch(heads)
         return True
 
     def draft_attention(self, request: DraftRequest, length: int) -> Tensor | None:
@@ -221,19 +231,9 @@ class PanelDrafter:
         method = self._method(request)
         if method.policy == ORACLE:
             return self.truth(request.id, request.lease)
-        if not method.looks_ahead:
+        if not method.looks_ahead or not isinstance(self._inner, AttendingDrafter):
             return None
-        if self._glance is None:
-            inner = self._inner
-            return inner.draft_attention(request, length) if isinstance(inner, AttendingDrafter) else None
-        assert self._arena is not None
-        assert request.lease is not None
-        draft = self._drafts.get(request.id, EMPTY_TREE)
-        if not len(draft):
-            return None
-        selected = self._glance.select(request.id, self._arena, request.lease)
-        layers = self._glance.needs.queries
-        return block_attention(self._target, self._arena, request.lease, draft, layers, selected)
+        return self._inner.draft_attention(request, length)
 
     def measure(self, request_id: int, arena: KVArena, lease: Lease, selected: Tensor) -> None:
         """Compares a selection with the truth, now and then."""
@@ -269,17 +269,16 @@ def block_attention(
     lease: Lease,
     draft: DraftTree,
     layers: Sequence[int],
-    selected: Tensor | None = None,
 ) -> Tensor:
     """Attention that the unread tokens and a draft behind them pay to each position of the history, mean over
     rows, layers and heads: [N].
 
-    A pass of its own, over `selected` positions or all of them; it writes behind the committed rows, where
-    the pass that verifies writes again.
+    A pass of its own over all positions; it writes behind the committed rows, where the pass that verifies
+    writes again.
     """
     length, block = lease.length, [*lease.tokens[lease.length :], *draft.tokens]
     assert draft.parents == tuple(range(-1, len(draft) - 1)), "the draft is a chain"
-    segment = Segment(lease.start, length, block, logits=False, selected=selected)
+    segment = Segment(lease.start, length, block, logits=False)
     output = target.forward(pack([segment], arena), Needs(queries=tuple(layers)))
     total_N = torch.zeros(length, device=arena.device)
     for layer, queries in output.queries.items():
