@@ -301,6 +301,14 @@ def test_settings_without_effect_are_told(foretell, path, tmp_path):  # noqa: F8
         assert f"{option} has no effect" in err
 
 
+def test_a_draft_of_another_vocabulary_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORETELL_HOME", str(tmp_path))
+    other = tmp_path / "other.gguf"
+    gguf_files.write(other, edit=lambda fields: fields["tokens"].__setitem__(-1, "zz"))
+    with pytest.raises(InputError, match=r"other\.gguf has another vocabulary than the target"):
+        Runner(tiny, methods(["dustin"], [64]), Drafting(str(other)), 100)
+
+
 def test_longbench_runs_beside_a_task(foretell, path, tmp_path):  # noqa: F811
     line = {"input": "Type:", "context": "Question: Who? Type: Person", "answers": ["Person"]}
     (tmp_path / "trec.jsonl").write_text(json.dumps({**line, "all_classes": ["Person", "Date"]}) + "\n")
