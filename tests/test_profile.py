@@ -19,7 +19,7 @@ from foretell.drafters.sparse_target import SparseTargetDrafter
 from foretell.errors import InputError
 from foretell.kernels import HeadSpec
 from foretell.profiling.blocks import BLOCK, Block, Looker, block, drafted, places
-from foretell.profiling.heads import needle_scores, top_heads
+from foretell.profiling.heads import needle_scores, top_heads, weights
 from foretell.profiling.passes import Passed, decode, draft, follow
 from foretell.profiling.search import recovery, references, search
 from foretell.profiling.traces import needles, prompts
@@ -310,6 +310,9 @@ def test_retrieval_heads_by_hand():
     scores = needle_scores(_passed(tokens, prompt, mass_RHN), range(1, 3))
     torch.testing.assert_close(scores, torch.tensor([[0.0, 0.7, 0.4]]), atol=1e-5, rtol=0)
     assert top_heads(scores, 2) == (Heads(0, (1, 2)),)
+    many = weights(torch.arange(80.0).view(8, 10))
+    assert int((many > 0).sum()) == 30
+    assert float(many[7, 9]) == pytest.approx(79 / sum(range(50, 80)))
     assert top_heads(scores, 9) == (Heads(0, (0, 1, 2)),)
     assert needle_scores(_passed([5, 7, 8, 6, 3, 9], prompt, mass_RHN), range(1, 3)) is None
 
@@ -322,11 +325,12 @@ def test_a_block_is_what_transformers_attention_says(target):
     heads = tuple(Heads(layer, (layer, 3)) for layer in range(3))
     other = follow(target, passed.tokens)
     looker = Looker(draft(target, other, drafted(place)), other)
-    one = block(passed, place, heads, looker, heads)
+    weight_LH = weights(torch.arange(12.0).view(3, 4))
+    one = block(passed, place, heads, weight_LH, looker, heads)
     with torch.inference_mode():
         found = zoo.build("llama")(torch.tensor([passed.tokens]), output_attentions=True).attentions
     every = torch.stack([layer[0] for layer in found])
-    wanted = every[:, :, 23:28].mean((0, 1, 2))
+    wanted = (every[:, :, 23:28].mean(2) * weight_LH[..., None]).sum((0, 1))
     close = {"atol": 1e-5, "rtol": 1e-3}
     torch.testing.assert_close(one.true_N, wanted[:23], **close)
     assert one.own == pytest.approx(float(wanted[23:28].sum()), abs=1e-5)

@@ -1,8 +1,10 @@
 """What a block under verification needs of its history, and what every layer would have told before.
 
 ARR, the attention recovery rate of a selection, is the true attention probability that the verification pass
-reads: mean over the block's queries, all target layers and all heads of the mass on the selection and on the
-block itself. It is linear in the selection, so one vector per block serves every selection.
+reads: mean over the block's queries, and over the target's retrieval heads by their scores, of the mass on
+the selection and on the block itself. Most heads look at separators and neighbours, which any selection holds; a
+mean over all of them does not see whether what is asked for is read. ARR is linear in the selection, so one
+vector per block serves every selection.
 
 A block is a token that waits and the four that the target says after it. What drafted there was the draft
 itself, rightly or not: its queries are those of its own tokens.
@@ -77,9 +79,18 @@ def drafted(place: range) -> range:
 
 
 def block(
-    target: Passed, place: range, heads: Sequence[Heads], draft: Looker, draft_heads: Sequence[Heads]
+    target: Passed,
+    place: range,
+    heads: Sequence[Heads],
+    weight_LH: Tensor,
+    draft: Looker,
+    draft_heads: Sequence[Heads],
 ) -> Block:
-    """The signals of one block; attention is computed layer by layer."""
+    """The signals of one block; attention is computed layer by layer.
+
+    Args:
+        weight_LH: what each head of the target counts in the truth, in all 1.
+    """
     length = place.start
     true_M = torch.zeros(place.stop)
     history = []
@@ -88,7 +99,7 @@ def block(
         keys_KND = target.arena.layer(chosen.layer)[0][:, : place.stop]
         spec = queries.spec
         mass_RHM = attention_mass(queries.q_THD, keys_KND, spec, range(spec.heads), list(place))
-        true_M += mass_RHM.mean((0, 1)).cpu() / len(heads)
+        true_M += weight_LH[chosen.layer].cpu() @ mass_RHM.mean(0).cpu()
         history.append(_last(target, chosen, length))
     ahead_LN, default_ahead_N = draft.signals(draft_heads, length)
     return Block(

@@ -17,6 +17,8 @@ from torch import Tensor
 from foretell.profiling.passes import Passed
 from foretell.sparse import Heads, attention_mass
 
+_COUNTED = 30
+
 
 def needle_scores(passed: Passed, span: range) -> Tensor | None:
     """Scores [L, H] of one sample; None where no decoded token occurs in the needle."""
@@ -38,6 +40,16 @@ def top_heads(scores_LH: Tensor, count: int) -> tuple[Heads, ...]:
     """The best `count` heads of every layer, in order of their numbers."""
     best_LJ = scores_LH.topk(min(count, scores_LH.shape[1]), dim=1).indices.sort(1).values
     return tuple(Heads(layer, tuple(row)) for layer, row in enumerate(best_LJ.tolist()))
+
+
+def weights(scores_LH: Tensor) -> Tensor:
+    """What each head counts in the attention to recover [L, H], in all 1: its score, if it is among the best
+    30 of the model, without which needles are no longer found."""
+    flat = scores_LH.flatten()
+    best = flat.topk(min(_COUNTED, len(flat))).indices
+    kept = torch.zeros_like(flat)
+    kept[best] = flat[best]
+    return (kept / kept.sum()).view_as(scores_LH)
 
 
 def mean_scores(samples: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from foretell.errors import InputError
 from foretell.models.load import LoadedModel
 from foretell.profiling import traces
 from foretell.profiling.blocks import BLOCK, Block, Looker, block, drafted, places
-from foretell.profiling.heads import mean_scores, needle_scores, top_heads
+from foretell.profiling.heads import mean_scores, needle_scores, top_heads, weights
 from foretell.profiling.passes import decode, draft, follow
 from foretell.profiling.search import Found, references, search, steps
 from foretell.sparse import POLICIES, Heads, KVReader, Profile, shape_of
@@ -128,13 +128,17 @@ def find(
     _check(target, draft, settings)
     heads: dict[str, tuple[Heads, ...]] = {}
     right: dict[str, tuple[int, int]] = {}
+    scores: dict[str, Tensor] = {}
     for role, loaded in {"target": target, "draft": draft}.items():
         if loaded is not None and settings.heads:
-            heads[role], right[role] = _retrieval_heads(role, loaded, settings, state, advance)
+            scores[role], right[role] = _scores(role, loaded, settings, state, advance)
+            heads[role] = top_heads(scores[role], settings.heads)
         elif loaded is not None:
             heads[role] = tuple(map(Heads, range(loaded.model.num_layers)))
+            scores[role] = torch.ones(loaded.model.num_layers, loaded.model.num_heads)
     heads.setdefault("draft", heads["target"])
-    blocks = _blocks(target, draft, settings, state, heads, advance)
+    weight_LH = weights(scores["target"]) if settings.heads else scores["target"] / scores["target"].numel()
+    blocks = _blocks(target, draft, settings, state, heads, weight_LH, advance)
     held = set(range(_HELD_OUT - 1, len(blocks), _HELD_OUT)) or set(range(1, len(blocks)))
     if not held:
         _log.warning("one prompt: ARR is that of the search itself, not of a prompt that it has not seen")
@@ -179,14 +183,14 @@ def _check(target: LoadedModel, draft: LoadedModel | None, settings: Settings) -
         )
 
 
-def _retrieval_heads(
+def _scores(
     role: str,
     loaded: LoadedModel,
     settings: Settings,
     state: State,
     advance: Callable[[str, int, int], None],
-) -> tuple[tuple[Heads, ...], tuple[int, int]]:
-    """The heads of every layer, and how many needles were answered rightly."""
+) -> tuple[Tensor, tuple[int, int]]:
+    """The retrieval scores of every head [L, H], and how many needles were answered rightly."""
     samples: list[dict[str, Any]] = []
     what = f"needles, {role}"
     for number, needle in enumerate(
@@ -212,7 +216,7 @@ def _retrieval_heads(
             f"{role} {loaded.name} said nothing of any needle: retrieval heads cannot be told",
             hint="choose a smaller --length, or more --traces",
         )
-    return top_heads(mean_scores(counted), settings.heads), (right, settings.traces)
+    return mean_scores(counted), (right, settings.traces)
 
 
 def _blocks(
@@ -221,6 +225,7 @@ def _blocks(
     settings: Settings,
     state: State,
     heads: dict[str, tuple[Heads, ...]],
+    weight_LH: Tensor,
     advance: Callable[[str, int, int], None],
 ) -> list[list[Block]]:
     """The blocks of every prompt."""
@@ -233,7 +238,7 @@ def _blocks(
         advance("prompts", number, len(prompts))
 
         def record(prompt: Sequence[int] = prompt) -> list[list[Any]]:
-            return [_stored(one) for one in _record(target, draft, prompt, settings, heads)]
+            return [_stored(one) for one in _record(target, draft, prompt, settings, heads, weight_LH)]
 
         found.append([_restored(one) for one in state.get(f"prompt-{number}", record)])
     advance("prompts", len(prompts), len(prompts))
@@ -246,6 +251,7 @@ def _record(
     prompt: Sequence[int],
     settings: Settings,
     heads: dict[str, tuple[Heads, ...]],
+    weight_LH: Tensor,
 ) -> Iterator[Block]:
     """The blocks of one prompt. Drafting for itself the target reads what self-speculation reads by default,
     at the middle budget."""
@@ -256,7 +262,7 @@ def _record(
     own = passed if other is None else follow(model, passed.tokens)
     for place in places(passed):
         looker = Looker(draft(model, own, drafted(place), reader), own)
-        yield block(passed, place, heads["target"], looker, heads["draft"])
+        yield block(passed, place, heads["target"], weight_LH, looker, heads["draft"])
 
 
 def _stored(one: Block) -> list[Any]:
