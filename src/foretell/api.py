@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -29,7 +28,8 @@ from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
 from foretell.parallel.model import ShardedModel
-from foretell.parallel.team import TIMEOUT, Team, check_ranks, identity, under_torchrun
+from foretell.parallel.spread import ranks_of, spread
+from foretell.parallel.team import TIMEOUT, check_ranks
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
 from foretell.sparse import KV_CHOICES, POLICIES, KVReader, Policy
 from foretell.sparse.policies import LEAST_BUDGET
@@ -166,30 +166,21 @@ class LLM:
         rank_timeout: float = TIMEOUT,
         report: Report | None = None,
     ) -> None:
-        check_ranks(context_parallel)
+        check_ranks(context_parallel, rank_timeout)
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
         _at_least("max_batch", max_batch, 1)
         policy, budget = _reading(kv, kv_budget, lossless)
-        if isinstance(drafter, str):
-            parts = parse(drafter, options)
-            if lossless and policy is not None and any(part.name == "self" for part in parts):
-                raise InputError(
-                    f"drafter {drafter!r} cannot draft below kv {kv!r}: the target drafts for itself there",
-                    hint="leave out kv, or choose another drafter",
-                )
-        elif options:
-            raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
+        _check_drafter(drafter, options, kv, lossless=lossless and policy is not None)
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
         self.loaded = _load(model, loading, report)
         if context_parallel > 1:
-            self.loaded = _shared(self.loaded, context_parallel, rank_timeout)
+            self.loaded = spread(self.loaded, context_parallel, rank_timeout)
         if drafter == "none" and draft_tokens:
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
-        model_now = self.loaded.model
-        ranks = model_now.ranks if isinstance(model_now, ShardedModel) else 1
+        ranks = ranks_of(self.loaded.model)
         slots = (kv_tokens or DEFAULT_KV_TOKENS) * ranks
         if isinstance(drafter, str):
             learning = rule.invariant
@@ -228,7 +219,7 @@ class LLM:
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
         # how fast several ranks are together is nothing to keep: it depends on who else runs on the machine
-        alone = not isinstance(self.loaded.model, ShardedModel)
+        alone = ranks_of(self.loaded.model) == 1
         table = load_or_measure(self.loaded.model, self.loaded.folder if alone else None)
         return AdaptivePlanner(table, drafter.draft_tokens)
 
@@ -345,20 +336,16 @@ def _load(
     return model
 
 
-def _shared(loaded: LoadedModel, ranks: int, timeout: float) -> LoadedModel:
-    """The model over several ranks; on other ranks than 0 this never returns."""
-    model = loaded.model
-    if isinstance(model, ShardedModel):
-        raise InputError("the loaded model is spread over ranks already", hint="leave out context_parallel")
-    if under_torchrun():
-        team, command = Team.join(timeout), sys.argv[1:]
-    else:
-        again = {"name": str(loaded.folder), "device": str(model.device), "impl": model.impl}
-        again |= {"weights": model.weights}
-        team = Team.start(ranks, {**again, "allow_untested": model.impl == "hf"}, timeout)
-        command = None
-    team.compare(identity(model, command))
-    return replace(loaded, model=team.share(model))
+def _check_drafter(drafter: str | Drafter, options: Mapping[str, Any], kv: str, *, lossless: bool) -> None:
+    """Raises InputError where the drafter and its options do not fit each other, or the level above it."""
+    if isinstance(drafter, str):
+        if any(part.name == "self" for part in parse(drafter, options)) and lossless:
+            raise InputError(
+                f"drafter {drafter!r} cannot draft below kv {kv!r}: the target drafts for itself there",
+                hint="leave out kv, or choose another drafter",
+            )
+    elif options:
+        raise InputError("drafter_options belong to a drafter's name, but a Drafter was given")
 
 
 def _reading(kv: str, budget: int | None, lossless: bool) -> tuple[Policy | None, int]:

@@ -58,7 +58,7 @@ RanksOpt = Annotated[
     int | None,
     typer.Option(
         "--context-parallel",
-        help="Spread the KV cache over so many processes; --kv-tokens is for each.  [default: 1, or torchrun's]",
+        help="Spread the KV cache over so many ranks; --kv-tokens is for each.  [default: 1, or torchrun's]",
     ),
 ]
 LosslessOpt = Annotated[
