@@ -200,6 +200,8 @@ def test_bad_numbers_of_ranks_are_refused(path, ranks):
     for bad in (0, -2, 513):
         with pytest.raises(InputError, match=f"context_parallel must be from 1 to 512, got {bad}"):
             LLM(path, context_parallel=bad)
+    with pytest.raises(InputError, match="rank_timeout must be above 0 and finite, got 0"):
+        LLM(path, context_parallel=2, rank_timeout=0)
     with pytest.raises(InputError, match="belongs to a group of ranks already"):
         LLM(path, context_parallel=2)
 

@@ -26,7 +26,7 @@ from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
 from foretell.parallel.model import ShardedModel
-from foretell.parallel.share import share
+from foretell.parallel.spread import ranks_of, spread
 from foretell.parallel.team import TIMEOUT, check_ranks
 from foretell.planner import AdaptivePlanner, FixedPlanner, Planner, load_or_measure
 from foretell.reading import Reading, settle
@@ -166,7 +166,7 @@ class LLM:
         rank_timeout: float = TIMEOUT,
         report: Report | None = None,
     ) -> None:
-        check_ranks(context_parallel)
+        check_ranks(context_parallel, rank_timeout)
         rule, options = RULES[verify], dict(drafter_options or {})
         _at_least("draft_tokens", draft_tokens, 0)
         _at_least("kv_tokens", kv_tokens, 1)
@@ -176,11 +176,11 @@ class LLM:
         loading = {"device": device, "impl": impl, "weights": weights, "allow_untested": allow_untested}
         self.loaded = _load(model, loading, report)
         if context_parallel > 1:
-            self.loaded = share(self.loaded, context_parallel, rank_timeout)
+            self.loaded = spread(self.loaded, context_parallel, rank_timeout)
         if drafter == "none" and draft_tokens and not (reading.policy and lossless):
             _log.warning("draft_tokens has no effect: the drafter is none")
         self.tokenizer = self.loaded.tokenizer
-        ranks = _ranks(self.loaded)
+        ranks = ranks_of(self.loaded.model)
         slots = (kv_tokens or DEFAULT_KV_TOKENS) * ranks
         if isinstance(drafter, str):
             context = self._context(slots, rule, reading, allow_untested, report)
@@ -230,7 +230,7 @@ class LLM:
         if draft_tokens is not None or not (drafter.draft_tokens and rule.invariant and adaptive):
             return FixedPlanner(drafter.draft_tokens if draft_tokens is None else draft_tokens)
         # how fast several ranks are together is nothing to keep: it depends on who else runs on the machine
-        alone = not isinstance(self.loaded.model, ShardedModel)
+        alone = ranks_of(self.loaded.model) == 1
         table = load_or_measure(self.loaded.model, self.loaded.folder if alone else None)
         direct = drafter.direct_tokens if isinstance(drafter, LayeredDrafter) else 0
         return AdaptivePlanner(table, drafter.draft_tokens, direct)
@@ -346,11 +346,6 @@ def _load(
     if any(loading[name] != unset for name, unset in _LOADING.items()):
         raise InputError("device, impl, weights and allow_untested belong to loading; the model is loaded")
     return model
-
-
-def _ranks(loaded: LoadedModel) -> int:
-    """How many share the model's cache."""
-    return loaded.model.ranks if isinstance(loaded.model, ShardedModel) else 1
 
 
 def _parts(drafter: str | Drafter, options: Mapping[str, Any]) -> list[Part]:

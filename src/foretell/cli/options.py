@@ -59,7 +59,7 @@ RanksOpt = Annotated[
     int | None,
     typer.Option(
         "--context-parallel",
-        help="Spread the KV cache over so many processes.  [default: 1, or what torchrun started]",
+        help="Spread the KV cache over so many ranks; --kv-tokens is for each.  [default: 1, or torchrun's]",
     ),
 ]
 LosslessOpt = Annotated[

@@ -55,8 +55,12 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
-def check_ranks(ranks: int) -> None:
-    """Raises InputError where so many ranks cannot be had here."""
+def check_ranks(ranks: int, timeout: float = TIMEOUT) -> None:
+    """Raises InputError where so many ranks cannot be had here, or the time-out is none."""
+    if not 0 < timeout < _FOREVER.total_seconds():
+        raise InputError(f"rank_timeout must be above 0 and finite, got {timeout}")
+    if timeout != TIMEOUT and ranks == 1:
+        _log.warning("rank_timeout has no effect: there is one rank")
     if not 1 <= ranks <= MOST_RANKS:
         raise InputError(f"context_parallel must be from 1 to {MOST_RANKS}, got {ranks}")
     started = world_size()

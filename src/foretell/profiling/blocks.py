@@ -1,8 +1,8 @@
 """What a block under verification needs of its history, and what every layer would have told before.
 
 ARR, the attention recovery rate of a selection, is the true attention probability that the verification pass
-reads: mean over the block's queries, and over the target's retrieval heads by their scores, of the mass on
-the selection and on the block itself. Most heads look at separators and neighbours, which any selection holds; a
+reads: mean over the block's queries, and the target's retrieval heads by their scores, of the mass on the
+selection and on the block itself. Most heads look at separators and neighbours, which any selection holds: a
 mean over all of them does not see whether what is asked for is read. ARR is linear in the selection, so one
 vector per block serves every selection.
 
