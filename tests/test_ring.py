@@ -268,6 +268,6 @@ def test_the_cost_model_chooses_each_variant_where_it_is_best():
     assert choose(Work(4, 16, 4000, 9, 3, 64, 4), slow) == "pass-q"
     assert choose(Work(4, 64, 0, 9, 3, 64, 4), slow) == "all-gather"  # messages are small: one latency
     # few operations per step: a gather exposes everything, a ring hides each block under the one before
-    assert choose(Work(8, 32768, 0, 32, 32, 128, 2), Link(3e14, 2e11, 1e-5)) == "pass-kv"
+    assert choose(Work(8, 32768, 0, 32, 8, 128, 2), Link(3e14, 5e10, 1e-5)) == "pass-kv"
     work = Work(1, 100, 0, 4, 4, 8, 4)
     assert seconds("pass-kv", work, slow) == seconds("pass-q", work, slow) == work.flops / slow.flops

@@ -19,6 +19,8 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
     Raises:
         InputError: the file cannot be written.
     """
+    from matplotlib.ticker import MaxNLocator
+
     fig, axis = figure(title)
     for kind, (colour, offset, height) in _LOOKS.items():
         own: dict[int, list[tuple[float, float]]] = {}
@@ -33,7 +35,8 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
     axis.set_xlabel("ms")
     axis.set_ylabel("rank")
     axis.invert_yaxis()
-    axis.legend(loc="upper right")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    fig.legend(loc="outside lower center", ncols=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path)

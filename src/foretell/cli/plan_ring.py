@@ -125,8 +125,8 @@ def _print(plan: RingPlan, value: dict[str, Any]) -> None:
     rank, console = value["rank"], stdout()
     needed = value["devices_needed"]
     console.print(
-        f"keys and values: {value['kv_bytes'] / 1e9:.1f} GB in all; at least "
-        f"{'no number of' if needed is None else needed} devices hold them"
+        f"keys and values: {value['kv_bytes'] / 1e9:.1f} GB in all; devices that hold them: "
+        f"{'none, the weights do not fit' if needed is None else f'{needed} or more'}"
     )
     console.print(
         f"a rank: {rank['tokens']} tokens, {rank['bytes'] / 1e9:.1f} GB of "

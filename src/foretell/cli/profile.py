@@ -79,10 +79,12 @@ def _find(models: list[LoadedModel], settings: Settings, weights: str, folder: P
     """The search with its progress; what is finished lies in `folder`."""
     from foretell.bench.provenance import provenance
     from foretell.profiling import find
-    from foretell.profiling.run import State
+    from foretell.profiling.run import AIM, State
 
     facts = {name: str(value) for name, value in asdict(settings).items()}
-    state = State(folder, {"models": [loaded.name for loaded in models], "weights": weights, **facts})
+    state = State(
+        folder, {"models": [loaded.name for loaded in models], "weights": weights, "aim": AIM, **facts}
+    )
     known = provenance()
     machine = f"{known['cores']} cores of {known['cpu']}, {weights} weights"
     origin = {"command": known["command"], "date": known["date"], "machine": machine}

@@ -22,6 +22,7 @@ from foretell.profiling.search import Found, references, search, steps
 from foretell.sparse import POLICIES, Heads, KVReader, Profile, shape_of
 from foretell.sparse.policies import LEAST_BUDGET
 
+AIM = "retrieval heads"  # whose attention is to be recovered; traces of another aim are others
 _NEEDLE_ANSWER = 12  # tokens, for an answer of two words
 _HELD_OUT = 3  # every third prompt judges what the others chose; prose and code take turns
 
