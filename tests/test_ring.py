@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.attention import Segment, pack
@@ -157,6 +157,7 @@ def test_every_layout_and_variant_equals_one_process(ranks):
         assert (done == (ranks if variant == "replicated" else 1)).all(), "a row was lost, or computed twice"
 
 
+@settings(deadline=None)
 @given(
     ranks=st.integers(1, 7),
     layout=st.sampled_from(LAYOUTS),
@@ -176,6 +177,7 @@ def test_placements_are_partitions_that_stay_even(ranks, layout, length, more):
     assert max(counts) - min(counts) <= 1
 
 
+@settings(deadline=None)
 @given(ranks=st.integers(1, 6), layout=st.sampled_from(LAYOUTS), length=st.integers(0, 50))
 def test_split_and_join_lose_nothing(ranks, layout, length):
     x = torch.randn(3, length)
@@ -214,6 +216,7 @@ def test_zigzag_is_balanced_and_contiguous_is_not():
         assert 2 - 1 / ranks - 0.05 < max(cells["contiguous"]) / mean < 2
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 10_000))
 def test_merge_is_exact_and_knows_empty_rows(parts, seed):
     generator = torch.Generator().manual_seed(seed)
