@@ -504,6 +504,15 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     assert len(checks) == 2 * 2 * 2
     assert all(check["identical"] for check in checks)
     assert any(check["prefix_tokens_reused"] for check in checks)
+    below = ("--kv", "dustin", "--kv-budget", "16", "--length", "40", "--prompts", "2")
+    code, out, _ = foretell("bench", "identity", *args, *below, "--json", "--out", str(tmp_path))
+    checks = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert {check["method"] for check in checks} == {"ngram below dustin"}
+    assert all(check["identical"] for check in checks)
+    code, _, err = foretell("bench", "identity", *args, "--kv", "all", "--json", "--out", str(tmp_path))
+    assert code == 2
+    assert "unknown kv 'all'" in err
 
 
 def test_bench_step_runs_and_draws(foretell, gguf_model, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from foretell.api import LLM
+from foretell.bench.weights import text_tokens
 from foretell.types import SamplingParams
 
 
@@ -55,3 +56,16 @@ def conversations(name: str, llm: LLM, max_tokens: int, first: int | None = None
             messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turns[1]}]
         items.append(Item(str(record["id"]), str(record["task"]), llm.encode(messages), max_tokens))
     return items
+
+
+def passages(llm: LLM, max_tokens: int, count: int, length: int) -> list[Item]:
+    """Pieces of Python's language reference, of `length` tokens each, to go on from.
+
+    Raises:
+        InputError: the text is too short for them.
+    """
+    start = llm.tokenizer.encode("")
+    room = length - len(start)
+    tokens = text_tokens(llm.tokenizer, count * room)
+    pieces = [tokens[at : at + room] for at in range(0, count * room, room)]
+    return [Item(f"piece-{i}", "continue", [*start, *piece], max_tokens) for i, piece in enumerate(pieces)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -132,6 +132,14 @@ def identity(
     prompts: Annotated[
         int, typer.Option("--prompts", help="Of the 20 prompts.", show_default=True, min=1, max=20)
     ] = 20,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option("--kv", help="Check this policy below a full pass instead; repeatable."),
+    ] = None,
+    kv_budget: opt.KvBudgetOpt = None,
+    length: Annotated[
+        int | None, typer.Option("--length", help="Long prompts, of so many tokens, instead.", min=8)
+    ] = None,
     max_tokens: opt.MaxTokensOpt = 64,
     draft_tokens: opt.DraftTokensOpt = None,
     as_json: opt.JsonOpt = False,
@@ -141,17 +149,29 @@ def identity(
 
     Exits with 1 if one differs.
     """
-    from foretell.api import LLM
+    from foretell.api import DEFAULT_KV_TOKENS, LLM
     from foretell.bench.identity import SETTINGS, check_identity
-    from foretell.bench.items import conversations
+    from foretell.bench.items import conversations, passages
 
     result_folder(out)
+    if kv_budget is not None and not kv:
+        stderr().print("--kv-budget has no effect: no --kv is given", style="yellow")
+    if kv and length is None:
+        stderr().print("without --length, prompts that fit the budget are read whole", style="yellow")
+    room = max(DEFAULT_KV_TOKENS, 5 * ((length or 0) + max_tokens + 64))
     with model_progress() as report:
-        plain = LLM(model, drafter="none", report=report)
-    items = conversations("identity", plain, max_tokens, prompts)
-    methods = {"ngram": LLM(plain.loaded, drafter="ngram", draft_tokens=draft_tokens)}
-    if draft is not None:
-        methods[f"draft:{draft}"] = LLM(plain.loaded, drafter=f"draft:{draft}", draft_tokens=draft_tokens)
+        plain = LLM(model, drafter="none", kv_tokens=room, report=report)
+    if length is None:
+        items = conversations("identity", plain, max_tokens, prompts)
+    else:
+        items = passages(plain, max_tokens, prompts, length)
+    given: dict[str, Any] = {"draft_tokens": draft_tokens, "kv_tokens": room}
+    methods = {}
+    for name in ["ngram", *([] if draft is None else [f"draft:{draft}"])]:
+        for policy in kv or ["full"]:
+            below: dict[str, Any] = {"kv": policy, "kv_budget": kv_budget, "lossless": True}
+            label = name if policy == "full" else f"{name} below {policy}"
+            methods[label] = LLM(plain.loaded, drafter=name, **given, **({} if policy == "full" else below))
     total = len(SETTINGS) * len(items) * (1 + 2 * len(methods))
     with progress_bar() as bar:
         task = bar.add_task("answers", total=total)
