@@ -515,6 +515,12 @@ def test_demo_and_benches_run_on_a_tiny_model(foretell, gguf_model, tmp_path, mo
     assert "unknown kv 'all'" in err
 
 
+def test_no_rank_at_all_is_refused(foretell, gguf_model):
+    code, _, err = foretell("generate", "the", "-m", gguf_model, "--context-parallel", "0")
+    assert code == 2
+    assert "context_parallel must be from 1 to 512, got 0" in err
+
+
 def test_bench_step_runs_and_draws(foretell, gguf_model, tmp_path):
     code, out, _ = foretell(
         "bench", "step", "-m", gguf_model, "--repeats", "2", "--json", "--out", str(tmp_path)

@@ -134,8 +134,9 @@ def load_llm(given: Mapping[str, Any]) -> LLM:
     from foretell.parallel.team import under_torchrun, world_size
 
     values = {name: given[name] for name in _LLM_OPTIONS if name in given}
-    if given.get("context_parallel") is not None or under_torchrun():
-        values["context_parallel"] = given.get("context_parallel") or world_size() or 1
+    asked = given.get("context_parallel")
+    if asked is not None or under_torchrun():
+        values["context_parallel"] = (world_size() or 1) if asked is None else asked
     values["drafter_options"] = parse_entries(given.get("drafter_opt") or ())
     with model_progress() as report:
         return LLM(given["model"], **values, report=report)
