@@ -170,6 +170,28 @@ except Exception as error:
             os.kill(child, 0)
 
 
+def test_a_rank_that_takes_no_command_is_named(path):
+    """It hangs between two commands: nothing that it should answer is under way."""
+    code = f"""
+import os, signal, time
+from foretell.api import LLM
+model = LLM({path!r}, drafter="none", context_parallel=2, kv_tokens=200, rank_timeout=4.0).loaded.model
+os.kill(model.team.children[1][0].pid, signal.SIGSTOP)
+start = time.monotonic()
+try:
+    for _ in range(3): model._channel.send(("drop", 99))
+except Exception as error:
+    print(type(error).__name__, error, sep=": ", flush=True)
+    print(time.monotonic() - start)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False
+    )
+    error, seconds = done.stdout.splitlines()
+    assert error.startswith("RankError: rank 1 gives no sign of life"), done.stderr
+    assert float(seconds) < 20
+
+
 def test_the_others_end_with_rank_0(path):
     code = f"""
 import os

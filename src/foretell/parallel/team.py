@@ -70,7 +70,7 @@ def check_ranks(ranks: int, timeout: float = TIMEOUT) -> None:
             f"context_parallel is {ranks}, but torchrun started {started} ranks",
             "leave context_parallel out: torchrun says how many",
         )
-    if started is None and ranks > 1 and dist.is_initialized():
+    if ranks > 1 and dist.is_initialized():
         raise InputError(
             "this process belongs to a group of ranks already", hint="share the loaded model (LLM.loaded)"
         )
@@ -143,8 +143,11 @@ class Team:
         return team
 
     @staticmethod
-    def join(timeout: float = TIMEOUT) -> Team:
+    def join(device: torch.device, timeout: float = TIMEOUT) -> Team:
         """This process's place among the ranks that torchrun started.
+
+        Args:
+            device: of the model, whose tensors are exchanged.
 
         Raises:
             RankError: they do not come together in time.
@@ -152,9 +155,13 @@ class Team:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         own = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = PrefixStore("foretell", TCPStore(host, port, is_master=own, wait_for_workers=False))
-        team = Team(rank, size, store, timeout)
-        team.connect("nccl" if torch.cuda.is_available() else "gloo")
+        limit = timedelta(seconds=timeout)
+        try:
+            tcp = TCPStore(host, port, is_master=own, wait_for_workers=False, timeout=limit)
+        except RuntimeError as error:
+            raise RankError(f"rank {rank} cannot reach {host}:{port}: {error}") from error
+        team = Team(rank, size, PrefixStore("foretell", tcp), timeout)
+        team.connect("nccl" if device.type == "cuda" else "gloo")
         return team
 
     def connect(self, backend: str) -> None:
@@ -195,17 +202,17 @@ class Team:
                         "start all ranks with the same version, model and command",
                     )
 
-    def share(self, model: TargetModel, variant: str | None = None) -> ShardedModel:
+    def share(self, model: TargetModel) -> ShardedModel:
         """The model over all ranks, on rank 0; the other ranks do their part until rank 0 ends, and this
         process with it."""
         self._group = group = Group(self.rank, self.size, explain=self.explain)
         part = Rank(model, group)
-        channel = Channel(self.rank, self.size, self._control, self.explain)
+        channel = Channel(self.rank, self.size, self._control, self.timeout, self.explain)
         if self.rank:
             follow(part, channel)
             self._stop.set()
             sys.exit(0)
-        shared = ShardedModel(part, channel, self, variant)
+        shared = ShardedModel(part, channel, self)
         weakref.finalize(shared, _leave, channel, self)
         return shared
 
