@@ -202,6 +202,16 @@ def test_an_interrupted_measurement_goes_on(tmp_path):
         bench.Log(path, {"what": "other"})
 
 
+def test_a_cut_line_costs_one_cell_and_no_more(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = bench.Log(path, {"a": 1})
+    log.append({"key": "first"})
+    with path.open("a") as file:
+        file.write('{"key": "cu')
+    bench.Log(path, {"a": 1}).append({"key": "second"})
+    assert set(bench.Log(path, {"a": 1}).cells) == {"first", "second"}
+
+
 def test_a_method_that_turns_out_not_to_work_is_left_out(tmp_path):
     class Broken(Fake):
         def answer(self, items, params):

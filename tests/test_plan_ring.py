@@ -135,6 +135,16 @@ def test_the_command_and_its_parent(foretell, tmp_path):
     assert "--p has no effect before 'ring'" in err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--link", "nan"), ("--tflops", "inf"), ("--memory-gb", "inf"), ("--latency-us", "nan")],
+)
+def test_rates_are_finite(option, value, foretell, tmp_path):
+    given = {"--gpus": "2", "--link": "300", "--context": "1000", "--out": str(tmp_path)} | {option: value}
+    code, _, _ = foretell("plan", "ring", *(part for pair in given.items() for part in pair))
+    assert code == 2
+
+
 def test_the_bench_counts_cells_and_bytes():
     found = ring_bench.balance(4, 16)
     assert found["zigzag"]["spread_per_step"] == 0

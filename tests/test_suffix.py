@@ -154,6 +154,15 @@ def test_what_would_not_be_verified_is_not_drafted():
     assert len(whole) > 2
 
 
+def test_histories_are_read_when_drafts_are_made_and_not_before():
+    drafter, request = started([1, 2, 3, 1, 2], factor=9)
+    drafter.propose([request], [StepPlan(0, "")])
+    assert drafter._histories[0].read == 0, "nothing is drafted, so reading can wait"
+    (tree,) = drafter.propose([request], [StepPlan(16, "", worth=2.0)])
+    assert len(tree) == 0, "nothing is worth so much"
+    assert drafter._histories[0].read == 5, "which is how reading alone is measured"
+
+
 def test_what_other_requests_said_is_drafted_too():
     drafter, first = started([7, 8])
     first.tokens += [1, 2, 3, 4, 5, 6]

@@ -53,7 +53,8 @@ class Log:
         self.cells: dict[str, dict[str, Any]] = {}
         wanted = json.loads(json.dumps(facts))
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8")
+            lines = text.splitlines()
             known = _parse(lines[0]) if lines else None
             if known != wanted:
                 raise InputError(
@@ -62,6 +63,9 @@ class Log:
             for line in lines[1:]:
                 if (cell := _parse(line)) is not None:  # the last line of an interrupted run may be cut
                     self.cells[cell["key"]] = cell
+            if not text.endswith("\n"):  # what follows is no part of the cut line
+                with path.open("a", encoding="utf-8") as file:
+                    file.write("\n")
         else:
             path.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
 

@@ -45,6 +45,13 @@ class Form:
         }
 
 
+def language_reference() -> str:
+    """Python's, which every machine has: prose."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
 def text_tokens(tokenizer: Tokenizer, count: int, path: Path | None = None) -> list[int]:
     """`count` tokens of a text file, or of Python's language reference.
 
@@ -52,9 +59,7 @@ def text_tokens(tokenizer: Tokenizer, count: int, path: Path | None = None) -> l
         InputError: the file cannot be read or is too short.
     """
     if path is None:
-        from pydoc_data.topics import topics
-
-        text = "\n\n".join(topics[name] for name in sorted(topics))
+        text = language_reference()
     else:
         try:
             text = path.read_text(encoding="utf-8")

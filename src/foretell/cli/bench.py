@@ -36,7 +36,6 @@ app.command()(bench_sparse.attention)
 app.command()(bench_sparse.verification)
 app.command()(bench_longcontext.longcontext)
 app.command()(bench_ring.ring)
-RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 
 
 @app.command()
@@ -45,7 +44,7 @@ def step(
     context: Annotated[
         int, typer.Option("--context", help="Tokens before the step.", show_default=True, min=1)
     ] = 128,
-    repeats: RepeatsOpt = 20,
+    repeats: opt.RepeatsOpt = 20,
     device: opt.DeviceOpt = "cpu",
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
@@ -97,7 +96,7 @@ def edit(
     drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     max_tokens: opt.MaxTokensOpt = 512,
-    repeats: RepeatsOpt = 1,
+    repeats: opt.RepeatsOpt = 1,
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
 ) -> None:

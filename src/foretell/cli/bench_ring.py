@@ -23,7 +23,7 @@ def ring(
     layout: Annotated[
         str, typer.Option("--layout", help="contiguous, striped or zigzag.", show_default=True)
     ] = "zigzag",
-    repeats: Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)] = 5,
+    repeats: opt.RepeatsOpt = 5,
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
 ) -> None:
@@ -47,8 +47,8 @@ def ring(
             value["by_shard"][length] = found
             path = out / f"ring-{ranks}x{length}.png"
             draw(spans, f"{ranks} processes, {length} tokens each, {layout}: one layer", path)
+            stderr().print(f"wrote {path}", style="dim")
             bar.advance(task)
-    stderr().print(f"wrote {path}", style="dim")
     save(out, "ring", {"ranks": ranks, "layout": layout}, value)
     if as_json:
         print_json(value)

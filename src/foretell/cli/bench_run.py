@@ -44,7 +44,6 @@ TemperaturesOpt = Annotated[
 PerTaskOpt = Annotated[
     int | None, typer.Option("--per-task", help="Prompts per task.  [default: all]", min=1)
 ]
-RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 AssistantOpt = Annotated[str | None, typer.Option("--assistant", help="Model for transformers:assistant.")]
 ModelsOpt = Annotated[
     list[str] | None,
@@ -70,7 +69,7 @@ def run(
     temperature: TemperaturesOpt = None,
     per_task: PerTaskOpt = None,
     max_tokens: opt.MaxTokensOpt = 128,
-    repeats: RepeatsOpt = 1,
+    repeats: opt.RepeatsOpt = 1,
     weights: WeightsOpt = None,
     device: opt.DeviceOpt = "auto",
     assistant: AssistantOpt = None,

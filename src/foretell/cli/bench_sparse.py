@@ -36,7 +36,6 @@ KvMemoryOpt = Annotated[
         min=0,
     ),
 ]
-RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 
 
 def attention(
@@ -59,7 +58,7 @@ def attention(
         int,
         typer.Option("--draft-layers", help="Layers of the draft that are asked.", show_default=True, min=1),
     ] = 1,
-    repeats: RepeatsOpt = 5,
+    repeats: opt.RepeatsOpt = 5,
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
 ) -> None:
@@ -149,7 +148,7 @@ def verification(
         float,
         typer.Option("--draft-ms", help="With --al: drafting of a whole step.", show_default=True, min=0),
     ] = 0.0,
-    repeats: RepeatsOpt = 3,
+    repeats: opt.RepeatsOpt = 3,
     as_json: opt.JsonOpt = False,
     out: OutOpt = OUT,
 ) -> None:
@@ -164,7 +163,7 @@ def verification(
     cells = [bench.Cell(*_cell(text, kv_budget)) for text in cell or CELLS]
     result_folder(out)
     if al is None and draft_ms:
-        stderr().print("WARNING: --draft-ms has no effect without --al")
+        stderr().print("--draft-ms has no effect without --al", style="yellow")
     with model_progress() as report:
         folder = locate(model, report)
     where = pick_device("cpu")

@@ -65,6 +65,7 @@ RanksOpt = Annotated[
 LosslessOpt = Annotated[
     bool, typer.Option("--lossless", help="With --kv: a full pass verifies what few keys let through.")
 ]
+RepeatsOpt = Annotated[int, typer.Option("--repeats", help="Repetitions.", show_default=True, min=1)]
 KvProfileOpt = Annotated[
     Path | None,
     typer.Option("--kv-profile", help="Heads that dustin asks, by `foretell profile`.  [default: shipped]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,6 +54,10 @@ def ring(
     from foretell.parallel.plan import Device, RingPlan
     from foretell.parallel.simulate import simulate
 
+    rates = {"link": link, "tflops": tflops, "memory-gb": memory_gb, "memory-gbs": memory_gbs}
+    for name, number in {**rates, "latency-us": latency_us, "parameters": parameters or 0.0}.items():
+        if not math.isfinite(number):
+            raise InputError(f"--{name} must be a finite number, got {number}")
     given = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     shape = _shape(model, given, parameters, value_bytes)
     wire = Link(tflops * 1e12, link * 1e9, latency_us * 1e-6)

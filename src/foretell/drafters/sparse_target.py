@@ -263,7 +263,7 @@ class SparseTargetDrafter:
         segments = [part.segment(tree) for part, tree in zip(active, trees, strict=True)]
         needs = self._inner_needs | watching(self._watched)
         output = self._target.forward(pack(segments, self._arena), needs)
-        best_R: list[int] = output.logits_RV.argmax(-1).tolist()
+        best_R: list[int] = [] if self._inner is None else output.logits_RV.argmax(-1).tolist()
         row = 0
         for part, tree in zip(active, trees, strict=True):
             rows = slice(row, row + 1 + len(tree))

@@ -310,7 +310,8 @@ class Engine:
                 advanced.append(request)
             if request.finish_reason is None:
                 choices = best_R[part.rows] if self._drafter.needs.choices else ()
-                seen = _observed(part, verdict, start, seen_rows, output, choices)
+                layers = self._drafter.needs.queries
+                seen = _observed(part, verdict, start, seen_rows, output, choices, layers)
                 self._drafter.observe(request, seen)
             else:
                 self._end(request)
@@ -372,8 +373,9 @@ def _observed(
     rows: list[int],
     output: ForwardOutput,
     choices: Sequence[int],
+    layers: Sequence[int],
 ) -> Observed:
     hidden_TW = None if output.hidden_TW is None else output.hidden_TW[rows]
     aux_TW = {layer: states_TW[rows] for layer, states_TW in output.aux_TW.items()}
-    queries = {layer: found.at(rows) for layer, found in output.queries.items()}
+    queries = {layer: output.queries[layer].at(rows) for layer in layers}
     return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW, choices, queries)

@@ -63,17 +63,10 @@ class TorchKernels:
         keys_KSD, values_KSD = cache_KSD
         device, group = keys_KSD.device, spec.heads // spec.kv_heads
         slot_T = seen.cached(("slots", device), lambda: seen.slot_T.to(device))
-        masks = seen.cached(
-            ("masks", device, group),
-            lambda: [
-                (_to(slots, device), mask_TN.to(device).repeat_interleave(group, dim=0))
-                for slots, mask_TN in seen.masks
-            ],
-        )
         keys_KSD[:, slot_T] = k_TKD.transpose(0, 1)
         values_KSD[:, slot_T] = v_TKD.transpose(0, 1)
         out_THD = torch.empty_like(q_THD)
-        for (row, rows), (slots, mask_RN) in zip(seen.segments, masks, strict=True):
+        for (row, rows), (slots, mask_RN) in zip(seen.segments, _masks(seen, device, group), strict=True):
             k_KND, v_KND = keys_KSD[:, slots], values_KSD[:, slots]
             for start in range(0, rows, _ROWS_AT_ONCE):
                 end = min(start + _ROWS_AT_ONCE, rows)
@@ -90,15 +83,25 @@ class TorchKernels:
         device, group = keys_KSD.device, spec.heads // spec.kv_heads
         out_THD = torch.empty(q_THD.shape, dtype=torch.float32, device=device)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=device)
-        for (row, rows), (slots, mask_TN) in zip(seen.segments, seen.masks, strict=True):
-            k_KND, v_KND = keys_KSD[:, _to(slots, device)], values_KSD[:, _to(slots, device)]
-            mask_RN = mask_TN.to(device).repeat_interleave(group, dim=0)
+        for (row, rows), (slots, mask_RN) in zip(seen.segments, _masks(seen, device, group), strict=True):
+            k_KND, v_KND = keys_KSD[:, slots], values_KSD[:, slots]
             for start in range(0, rows, _ROWS_AT_ONCE):
                 end = min(start + _ROWS_AT_ONCE, rows)
                 part = slice(row + start, row + end)
                 seen_RN = mask_RN[start * group : end * group]
                 out_THD[part], lse_TH[part] = _partial_one(q_THD[part], k_KND, v_KND, seen_RN, spec)
         return out_THD, lse_TH
+
+
+def _masks(seen: Visibility, device: torch.device, group: int) -> list[tuple[slice | Tensor, Tensor]]:
+    """Per segment its slots and its mask, a row per query head of a group; all layers share them."""
+    return seen.cached(
+        ("masks", device, group),
+        lambda: [
+            (_to(slots, device), mask_TN.to(device).repeat_interleave(group, dim=0))
+            for slots, mask_TN in seen.masks
+        ],
+    )
 
 
 def _to(slots: slice | Tensor, device: torch.device) -> slice | Tensor:

@@ -49,8 +49,6 @@ class _Layers:
     group: Group
     rows: list[Tensor]
     split: bool
-    variant: str | None
-    used: set[str] = field(default_factory=set)
     _sharing: dict[int | None, Sharing] = field(default_factory=dict)
 
     def __call__(
@@ -69,9 +67,7 @@ class _Layers:
         if self.split:
             index_S = self._slots(sharing, self.group.rank).to(keys_KSD.device)
             block_2KND = torch.stack([keys_KSD[:, index_S], values_KSD[:, index_S]])
-            variant = self.variant or self._choose(spec)
-            self.used.add(variant)
-            out_THD, _ = VARIANTS[variant](attention, q_THD, block_2KND)
+            out_THD, _ = VARIANTS[self._choose(spec)](attention, q_THD, block_2KND)
         else:
             out_THD, _ = replicated(attention, q_THD, (keys_KSD, values_KSD))
         return out_THD.to(q_THD.dtype).flatten(1)
@@ -81,14 +77,17 @@ class _Layers:
             seen, size = self.batch.seen(window), self.group.size
             ranges: list[list[Range]] = []
             tokens = []
+            placement = Placement(size)
+            if not self.split:  # keys are read where they lie
+                own = [Range(placement, 0, segment.start // size) for _, segment in self.batch.segments]
+                self._sharing[window] = Sharing(seen, self.rows, [own] * size, [])
+                return self._sharing[window]
             for rank in range(size):
                 origin, own = 0, []
                 for row, segment in self.batch.segments:
-                    placement = Placement(size)
                     part_T = seen.lo_T[row : row + segment.rows]
-                    first = int(part_T.min()) if self.split and segment.selected is None else 0
-                    at = origin if self.split else segment.start // size
-                    own.append(Range(placement, first, at))
+                    first = int(part_T.min()) if segment.selected is None else 0
+                    own.append(Range(placement, first, origin))
                     end = segment.past + segment.stored + segment.rows
                     origin += placement.count(rank, end) - placement.count(rank, first)
                 ranges.append(own)
@@ -125,7 +124,6 @@ class Rank:
         self.model = model
         self.group = group
         self.stores: dict[int, Store] = {}
-        self.used: set[str] = set()
 
     def new_store(self, arena: int, slots: int) -> None:
         """This rank's part of an arena."""
@@ -140,14 +138,8 @@ class Rank:
         getattr(self.stores[arena], method)(*args)
 
     @torch.inference_mode()
-    def forward(
-        self, arena: int, segments: Sequence[Segment], needs: Needs, variant: str | None = None
-    ) -> ForwardOutput | None:
-        """This rank's part of a pass; rank 0 gets the result.
-
-        Args:
-            variant: of ring attention; None = whichever should be fastest.
-        """
+    def forward(self, arena: int, segments: Sequence[Segment], needs: Needs) -> ForwardOutput | None:
+        """This rank's part of a pass; rank 0 gets the result."""
         own, group = self.stores[arena].own, self.group
         batch = pack(segments, own)
         slot_T = batch.seen(None).slot_T
@@ -159,14 +151,13 @@ class Rank:
             and min(map(len, owned)) >= total / (2 * group.size)
         )
         rows = owned if split else [torch.arange(total)] * group.size
-        batch.elsewhere = layers = _Layers(batch, own, group, rows, split, variant)
+        batch.elsewhere = _Layers(batch, own, group, rows, split)
         if split:
             output = self._split_pass(batch, rows, needs)
         else:
             if group.rank:
                 batch.logit_R, needs = batch.logit_R[:0], NO_NEEDS
             output = self.model.forward(batch, needs)
-        self.used |= layers.used
         return None if group.rank else output
 
     def _split_pass(self, batch: Batch, rows: list[Tensor], needs: Needs) -> ForwardOutput | None:
@@ -177,7 +168,6 @@ class Rank:
             position_T=batch.position_T[mine_T.to(batch.position_T.device)],
             position_cpu_T=batch.position_cpu_T[mine_T],
             logit_R=batch.logit_R[:0],
-            queries={},
         )
         found = self.model.forward(own, replace(needs, last_hidden=True))
         assert found.hidden_TW is not None
@@ -220,10 +210,9 @@ class ShardedModel:
         rank: this process's part.
         channel: to the others.
         team: keeps the ranks together.
-        variant: of ring attention; None = whichever should be fastest.
     """
 
-    def __init__(self, rank: Rank, channel: Channel, team: Any, variant: str | None = None) -> None:
+    def __init__(self, rank: Rank, channel: Channel, team: Any) -> None:
         model = rank.model
         self.impl = model.impl
         self.weights = model.weights
@@ -238,7 +227,6 @@ class ShardedModel:
         self.rank = rank
         self.team = team
         self._channel = channel
-        self._variant = variant
         self._arenas = 0
         self._forgotten: list[int] = []
 
@@ -266,7 +254,7 @@ class ShardedModel:
         arena = batch.arena
         assert isinstance(arena, ShardedArena)
         segments = [segment for _, segment in batch.segments]
-        output: ForwardOutput | None = self._run("forward", arena.number, segments, needs, self._variant)
+        output: ForwardOutput | None = self._run("forward", arena.number, segments, needs)
         assert output is not None
         return output
 

@@ -34,7 +34,12 @@ def spread(loaded: LoadedModel, ranks: int, timeout: float = TIMEOUT) -> LoadedM
         raise InputError("the loaded model is spread over ranks already", hint="leave out context_parallel")
     command = None
     if under_torchrun():
-        team, command = Team.join(timeout), sys.argv[1:]
+        team, command = Team.join(model.device, timeout), sys.argv[1:]
+    elif model.device.type == "cuda":
+        raise InputError(
+            f"context_parallel on {model.device} needs a process per device",
+            hint="start the ranks with torchrun",
+        )
     else:
         how = {"name": str(loaded.folder), "device": str(model.device), "impl": model.impl}
         how |= {"weights": model.weights}

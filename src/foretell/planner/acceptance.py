@@ -48,10 +48,11 @@ class Share:
 
 @dataclass(slots=True)
 class _Origin:
-    """Counts of one drafter."""
+    """Counts of one drafter. `stale`: counts by depth have changed since their priors were set."""
 
     by_confidence: dict[int, Share] = field(default_factory=dict)
     by_depth: list[Share] = field(default_factory=list)
+    stale: bool = False
 
     def given(self, confidence: float | None, depth: int) -> Share:
         """The share of tokens that were kept after the one before them was."""
@@ -70,8 +71,11 @@ class _Origin:
         depth = min(depth, _DEEPEST - 1)
         while len(self.by_depth) <= depth:
             self.by_depth.append(Share(_UNKNOWN))
-        for above, own in pairwise(self.by_depth[: depth + 1]):
-            own.prior = above.mean
+            self.stale = True
+        if self.stale:
+            for above, own in pairwise(self.by_depth):
+                own.prior = above.mean
+            self.stale = False
         return self.by_depth[depth]
 
 
@@ -125,6 +129,7 @@ class Acceptance:
             for depth, parent in enumerate((-1, *path)):
                 if parent in reached:
                     known.at(depth).observe(depth < len(path))
+        known.stale = True
 
     def step(self) -> None:
         """A step has passed: what confidence is worth fades; depths are looked at again on purpose."""

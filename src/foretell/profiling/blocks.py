@@ -115,7 +115,7 @@ def block(
 
 def _last(target: Passed, chosen: Heads, length: int) -> Tensor:
     """What the last confirmed token pays to its history [N], by these heads."""
-    queries = target.at(chosen.layer, range(length - 1, length))
-    keys_KND = target.arena.layer(chosen.layer)[0][:, :length]
-    spec = queries.spec
-    return attention_mass(queries.q_THD, keys_KND, spec, chosen.of(spec), [length - 1]).mean((0, 1))
+    looks = [{chosen.layer: target.at(chosen.layer, range(length - 1, length))}]
+    found_N = draft_mass(looks, [chosen], target.arena, target.lease.start, length)
+    assert found_N is not None
+    return found_N

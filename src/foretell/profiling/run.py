@@ -94,9 +94,12 @@ class State:
         self._folder = folder
         path, wanted = folder / "search.json", json.loads(json.dumps(facts))
         folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != wanted:
+        if not path.exists():
+            half = path.with_suffix(".part")
+            half.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+            half.rename(path)  # a cut file never has its name
+        elif json.loads(path.read_text(encoding="utf-8")) != wanted:
             raise InputError(f"{folder} holds another search", hint="choose another --out, or remove it")
-        path.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
         """What a file holds; made and stored if it is not there."""

@@ -124,9 +124,8 @@ class KVReader:
         """As `start`, for a request that finds a prefix in the cache of which `other` has observed every
         token, as its request `known`, and no token more."""
         source = other._histories[known]
-        last, bounds = dict(source.last), dict(source.bounds)
         self._histories[request_id] = replace(
-            source, prompt=prompt, observed=False, window_N=None, last=last, bounds=bounds
+            source, prompt=prompt, observed=False, window_N=None, last=dict(source.last), bounds={}
         )
 
     def finish(self, request_id: int) -> None:
@@ -150,15 +149,15 @@ class KVReader:
         history = self._histories[request_id]
         history.observed, history.last_N = True, None
         for layer in self.needs.queries:
-            new, keys_KND = queries[layer].at(rows), _keys(arena, lease, layer)
+            new = queries[layer].at(rows)
             if "received" in self.policy.needs:
-                _receive(history, new, keys_KND, self._asked)
+                _receive(history, new, _keys(arena, lease, layer), self._asked)
             old = history.last.get(layer)
             known_THD = new.q_THD if old is None else torch.cat([old.q_THD, new.q_THD])
             if "window" in self.policy.needs and history.window_N is None and lease.length >= history.prompt:
                 # the step that ends the prompt may have confirmed a draft behind it
                 read_THD = known_THD[: len(known_THD) - (lease.length - history.prompt)]
-                own_KND = keys_KND[:, : history.prompt]
+                own_KND = arena.keys(layer, lease.start, history.prompt)
                 history.window_N = _mass(Queries(read_THD[-OBSERVED:], new.spec), own_KND, self._asked)
             history.last[layer] = Queries(known_THD[-OBSERVED:], new.spec)
 

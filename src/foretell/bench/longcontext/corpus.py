@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from foretell.bench.weights import language_reference
 from foretell.errors import InputError
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'])")
@@ -59,7 +60,5 @@ def words() -> tuple[str, ...]:
 def _standard_library() -> tuple[Book, ...]:
     import argparse
     import inspect
-    from pydoc_data.topics import topics
 
-    prose = "\n\n".join(topics[name] for name in sorted(topics))
-    return Book("python-reference", prose), Book("argparse.py", inspect.getsource(argparse))
+    return Book("python-reference", language_reference()), Book("argparse.py", inspect.getsource(argparse))

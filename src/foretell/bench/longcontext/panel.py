@@ -20,7 +20,7 @@ from foretell.bench.longcontext.methods import FULL, ORACLE, Method, Watch
 from foretell.cache import KVArena, Lease
 from foretell.drafters import AttendingDrafter, BorrowingDrafter, Drafter, DraftRequest, Observed
 from foretell.models.base import TargetModel
-from foretell.sparse import Heads, KVReader, ModelShape, Profile, attention_mass
+from foretell.sparse import Heads, KVReader, ModelShape, Profile, draft_mass
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan, chain
 
 _EVERYTHING = 1 << 40  # a budget that holds any prompt
@@ -286,9 +286,6 @@ def block_attention(
     assert draft.parents == tuple(range(-1, len(draft) - 1)), "the draft is a chain"
     segment = Segment(lease.start, length, block, logits=False)
     output = target.forward(pack([segment], arena), Needs(queries=tuple(layers)))
-    total_N = torch.zeros(length, device=arena.device)
-    for layer, queries in output.queries.items():
-        keys_KND = arena.layer(layer)[0][:, lease.start : lease.start + length]
-        last_R, spec = [length - 1] * len(queries.q_THD), queries.spec
-        total_N += attention_mass(queries.q_THD, keys_KND, spec, range(spec.heads), last_R).mean((0, 1))
-    return total_N / len(output.queries)
+    found_N = draft_mass([output.queries], [Heads(layer) for layer in layers], arena, lease.start, length)
+    assert found_N is not None
+    return found_N
