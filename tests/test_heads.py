@@ -232,7 +232,8 @@ def test_bad_values_are_errors_at_the_door(writer, drafter, change, target, tmp_
         ("medusa:/nowhere", "is not a folder"),
         ("mtp:/nowhere", "is not a folder"),
         ("mtp", "mtp:PATH"),
-        ("eagle", "needs an argument"),
+        ("eagle", "eagle:PATH"),
+        ("eagle3", "foretell train eagle3"),
     ],
 )
 def test_bad_head_arguments(drafter, message, target):

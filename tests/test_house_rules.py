@@ -53,8 +53,21 @@ MAY_IMPORT = {
         "parallel",
     },
     "profiling": SHARED | {"kernels", "cache", "attention", "models", "sparse", "bench"},
+    "train": SHARED | {"attention", "models", "heads", "api", "bench"},
     "cli": SHARED
-    | {"parallel", "api", "engine", "models", "heads", "drafters", "verify", "planner", "bench", "profiling"},
+    | {
+        "train",
+        "parallel",
+        "api",
+        "engine",
+        "models",
+        "heads",
+        "drafters",
+        "verify",
+        "planner",
+        "bench",
+        "profiling",
+    },
 }
 
 

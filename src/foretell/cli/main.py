@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, profile, pull
+from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, profile, pull, train
 
 app = typer.Typer(
     name="foretell",
@@ -25,6 +25,7 @@ app.command()(inspect.inspect)
 app.command()(drafters.drafters)
 app.add_typer(plan.app)
 app.command()(profile.profile)
+app.add_typer(train.app)
 app.add_typer(bench.app)
 
 

@@ -1,7 +1,8 @@
-"""The default: what costs nothing, and the heads that the model brought along.
+"""The default: what costs nothing, and the heads that the model brought along or that were trained for it.
 
 The suffix drafter is always there, because it drafts for microseconds; a module or heads in the target's
-own checkpoint draft where it is not sure. How far any of them drafts is the planner's business.
+own checkpoint, or an EAGLE-3 head that comes with the package, draft where it is not sure. How far any of
+them drafts is the planner's business.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from foretell.drafters import medusa, mtp, suffix
+from foretell.drafters import eagle, medusa, mtp, suffix
 from foretell.drafters.base import Drafter, DrafterContext
 from foretell.drafters.combine import CombinedDrafter
 from foretell.errors import InputError
 from foretell.heads.medusa import has_medusa
 from foretell.heads.mtp import has_mtp
+from foretell.heads.shipped import shipped_head
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ def build(context: DrafterContext, argument: str | None, options: AutoOptions) -
             return CombinedDrafter(first, mtp.build(context, None, mtp.MtpOptions()))
         if context.folder is not None and has_medusa(context.folder):
             return CombinedDrafter(first, medusa.build(context, None, medusa.MedusaOptions()))
+        if shipped_head(context.name, "eagle3") is not None:
+            return CombinedDrafter(first, eagle.build_eagle3(context, None, eagle.Eagle3Options()))
     except InputError as reason:
         # nobody asked for these heads; the model runs without them
-        _log.warning("the draft heads in the model's checkpoint are not used: %s", reason)
+        _log.warning("the draft heads for this model are not used: %s", reason)
     return first

@@ -16,6 +16,7 @@ from torch import Tensor
 from foretell.attention import Queries
 from foretell.cache import KVArena, Lease
 from foretell.errors import InputError
+from foretell.heads.shipped import shipped_head
 from foretell.models.base import TargetModel
 from foretell.models.catalog import Report
 from foretell.models.tokenizer import Tokenizer
@@ -205,16 +206,26 @@ class DrafterContext:
     name: str = ""
     kv_profile: Profile | None = None
 
-    def head_folder(self, name: str, argument: str | None) -> Path:
-        """Where the drafter `name` finds its heads: in the given folder, else in the target's checkpoint.
+    def head_folder(self, kind: str, argument: str | None, own: Callable[[Path], bool] | None = None) -> Path:
+        """Where the drafter `kind` finds its heads: in the given folder, else in the target's checkpoint,
+        else among those that come with the package.
+
+        Args:
+            own: whether a checkpoint of the target has some.
 
         Raises:
-            InputError: neither is known.
+            InputError: there are none.
         """
-        folder = Path(argument) if argument else self.folder
-        if folder is None:
-            raise InputError(f"drafter {name!r} needs the folder of its heads here", hint=f"{name}:PATH")
-        return folder
+        if argument:
+            return Path(argument)
+        if own is not None and self.folder is not None and own(self.folder):
+            return self.folder
+        if (folder := shipped_head(self.name, kind)) is not None:
+            return folder
+        raise InputError(
+            f"no {kind} heads are known for {self.name or 'this model'}",
+            hint=f"{kind}:PATH, or train some: foretell train {kind}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,10 @@ DRAFTERS = Registry(
     "drafter",
     {
         "auto": DrafterEntry(
-            auto.build, None, auto.AutoOptions, "suffix, with the heads that the model brought along, if any"
+            auto.build,
+            None,
+            auto.AutoOptions,
+            "suffix, with the model's own heads or those that were trained for it, if any",
         ),
         "none": DrafterEntry(none.build, None, none.NoOptions, "plain decoding"),
         "ngram": DrafterEntry(
@@ -44,18 +47,18 @@ DRAFTERS = Registry(
         ),
         "eagle": DrafterEntry(
             eagle.build_eagle,
-            "PATH",
+            "[PATH]",
             eagle.FeatureOptions,
             "EAGLE-1/2: a layer that predicts the target's states",
         ),
         "eagle3": DrafterEntry(
             eagle.build_eagle3,
-            "PATH",
+            "[PATH]",
             eagle.Eagle3Options,
             "EAGLE-3: a layer that reads three of the target's",
         ),
         "mtp": DrafterEntry(
-            mtp.build, "[PATH]", mtp.MtpOptions, "the prediction module that the model was trained with"
+            mtp.build, "[PATH]", mtp.MtpOptions, "a prediction module, such as the model was trained with"
         ),
         "self": DrafterEntry(
             sparse_target.build, None, sparse_target.SelfOptions, "the target itself, reading few of its keys"

@@ -102,19 +102,15 @@ def shape_of(options: FeatureOptions) -> tuple[Shape, int, int]:
 
 def build_eagle(context: DrafterContext, argument: str | None, options: FeatureOptions) -> FeatureDrafter:
     """See `DrafterEntry.build`."""
-    assert argument is not None
     target = context.target
-    head = load_eagle(Path(argument), target.hidden_size, target.vocab_size)
+    head = load_eagle(context.head_folder("eagle", argument), target.hidden_size, target.vocab_size)
     make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)
 
 
 def build_eagle3(context: DrafterContext, argument: str | None, options: Eagle3Options) -> FeatureDrafter:
     """See `DrafterEntry.build`."""
-    assert argument is not None
-    target = context.target
-    head = load_eagle3(
-        Path(argument), target.num_layers, target.hidden_size, target.vocab_size, options.layer_ids
-    )
+    target, folder = context.target, context.head_folder("eagle3", argument)
+    head = load_eagle3(folder, target.num_layers, target.hidden_size, target.vocab_size, options.layer_ids)
     make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

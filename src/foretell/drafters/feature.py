@@ -22,6 +22,7 @@ from foretell.attention import Batch, Segment, attend, pack
 from foretell.cache import KVArena, KVCache, Lease
 from foretell.drafters.base import DraftRequest, Observed
 from foretell.drafters.grow import Candidate, Growth, Shape
+from foretell.drafters.lent import LentHead
 from foretell.heads.base import FeatureHead
 from foretell.kernels import HeadSpec, kernels_for
 from foretell.models.base import TargetModel
@@ -49,7 +50,7 @@ class HeadRunner:
         self._spec = HeadSpec(head.heads, head.kv_heads, head.dim, head.scale, head.window)
         self._kernels = kernels_for(device, dtype, (head.dim,))
         self._rope = RopeTable(head.rope, head.rotated, device)
-        self._target_ids = None if head.target_ids is None else head.target_ids.to(device)
+        self._lent = LentHead(target, head.target_ids)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, feature_TW: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,16 +78,7 @@ class HeadRunner:
         if not len(out_RW):
             return out_RW.new_empty(0, self._target.vocab_size)
         own_RV = self.head.logits(out_RW)
-        if own_RV is None:
-            return self._target.head(self.head.normed(out_RW))
-        if self._target_ids is None and own_RV.shape[1] == self._target.vocab_size:
-            return own_RV
-        logits_RV = own_RV.new_full((len(own_RV), self._target.vocab_size), -torch.inf)
-        if self._target_ids is None:
-            logits_RV[:, : own_RV.shape[1]] = own_RV
-        else:
-            logits_RV[:, self._target_ids] = own_RV
-        return logits_RV
+        return self._lent(self.head.normed(out_RW)) if own_RV is None else self._lent.spread(own_RV)
 
 
 @dataclass(slots=True)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.grow import Fixed, Ranks, read_paths
+from foretell.drafters.lent import LentHead
 from foretell.heads.checkpoint import make_ready
-from foretell.heads.medusa import MedusaHeads, load_medusa
+from foretell.heads.medusa import MedusaHeads, has_medusa, load_medusa
 from foretell.models.base import TargetModel
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan
 
@@ -89,7 +90,8 @@ class MedusaDrafter:
         *,
         learning: bool = True,
     ) -> None:
-        self._heads, self._target, self._paths, self._learning = heads, target, paths, learning
+        self._heads, self._paths, self._learning = heads, paths, learning
+        self._lent = LentHead(target, heads.target_ids)
         self.accuracy = Accuracy(heads.count)
         self.draft_tokens = len(paths) if paths is not None else 16
         self._hidden: dict[int, tuple[int, Tensor]] = {}  # tokens when the state came, and the state
@@ -140,7 +142,7 @@ class MedusaDrafter:
         states = self._heads.states(hidden_RW)
         if len(self._heads.outputs):
             return [out(state_RW).float() for out, state_RW in zip(self._heads.outputs, states, strict=True)]
-        return list(self._target.head(torch.cat(states)).split(len(hidden_RW)))
+        return list(self._lent(torch.cat(states)).split(len(hidden_RW)))
 
     def _rank(self, request: DraftRequest, logits_KV: Sequence[Tensor]) -> list[list[int]]:
         """Guesses per head, the likeliest first; the heads before are taken to be right."""
@@ -172,9 +174,11 @@ class MedusaDrafter:
 
 
 def build(context: DrafterContext, argument: str | None, options: MedusaOptions) -> MedusaDrafter:
-    """See `DrafterEntry.build`; without an argument the heads are in the target's own checkpoint."""
+    """See `DrafterEntry.build`; see `DrafterContext.head_folder` for those without an argument."""
     target = context.target
-    heads = load_medusa(context.head_folder("medusa", argument), target.hidden_size, target.vocab_size)
+    heads = load_medusa(
+        context.head_folder("medusa", argument, has_medusa), target.hidden_size, target.vocab_size
+    )
     make_ready(heads, target.device, target.dtype)
     paths = None if options.tree == "auto" else Fixed(read_paths(Path(options.tree))).paths
     return MedusaDrafter(heads, target, paths, learning=context.learning)

@@ -8,7 +8,7 @@ from foretell.drafters.base import DrafterContext
 from foretell.drafters.eagle import FeatureOptions, feature_drafter
 from foretell.drafters.feature import FeatureDrafter
 from foretell.heads.checkpoint import make_ready
-from foretell.heads.mtp import load_mtp
+from foretell.heads.mtp import has_mtp, load_mtp
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class MtpOptions(FeatureOptions):
 
 
 def build(context: DrafterContext, argument: str | None, options: MtpOptions) -> FeatureDrafter:
-    """See `DrafterEntry.build`; without an argument the module is in the target's own checkpoint."""
+    """See `DrafterEntry.build`; see `DrafterContext.head_folder` for that without an argument."""
     target = context.target
-    head = load_mtp(context.head_folder("mtp", argument), target.hidden_size, target.vocab_size)
+    head = load_mtp(context.head_folder("mtp", argument, has_mtp), target.hidden_size, target.vocab_size)
     make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

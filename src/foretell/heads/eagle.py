@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from foretell.errors import InputError
 from foretell.heads.checkpoint import configured, fill, open_folder
 from foretell.heads.layers import Angles, Attend, Block, BlockConfig, Projection, Slot, block_config
+from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.types import Needs
 
 
@@ -59,7 +60,7 @@ class EagleHead(nn.Module):
         return out_TW
 
     def logits(self, out_RW: Tensor) -> Tensor | None:
-        """None: the target's head reads the predicted state."""
+        """None: the target's head reads the predicted state, its whole vocabulary or `target_ids`."""
         return None
 
     def normed(self, out_RW: Tensor) -> Tensor:
@@ -97,7 +98,8 @@ def load_eagle(folder: Path, hidden_size: int, vocab_size: int) -> EagleHead:
             rows,
         ),
     )
-    return fill(head, head.slots, checkpoint)
+    head.target_ids = read_target_ids(checkpoint, vocab_size)
+    return fill(head, head.slots, checkpoint, ignore=MAPS)
 
 
 def check_width(folder: Path, config: Mapping[str, Any], hidden_size: int) -> None:

@@ -35,6 +35,7 @@ from foretell.heads.layers import (
     Slot,
     block_config,
 )
+from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.models.weights import Checkpoint
 from foretell.types import Needs
 
@@ -159,7 +160,7 @@ def load_eagle3(
         InputError: it is damaged, or does not fit its configuration or the target.
     """
     config, checkpoint = open_folder(folder)
-    target_ids = _target_ids(checkpoint, vocab_size)
+    target_ids = read_target_ids(checkpoint, vocab_size)
     flags = _flat(folder, config)
     aux = _aux_layers(folder, flags, num_layers, convention)
     head = configured(
@@ -182,7 +183,7 @@ def load_eagle3(
         raise InputError(
             f"{folder} drafts {head.config.vocab_size} ids, the target has {vocab_size}, and there is no d2t"
         )
-    return fill(head, head.slots, checkpoint, ignore=r"(d2t|t2d)$")
+    return fill(head, head.slots, checkpoint, ignore=MAPS)
 
 
 def _flat(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,15 +242,4 @@ def _within(folder: Path, ids: tuple[int, ...], layers: int) -> tuple[int, ...]:
             f"{folder} reads the inputs of layers {list(ids)}, the target has {layers} layers",
             hint="if its ids mean something else, set the option layer_ids to input or output",
         )
-    return ids
-
-
-def _target_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
-    """Target id of each draft id: d2t holds the differences."""
-    if "d2t" not in checkpoint:
-        return None
-    (size,) = checkpoint.shape("d2t")
-    ids = torch.arange(size) + checkpoint.get("d2t", (size,)).long()
-    if bool((ids < 0).any()) or bool((ids >= vocab_size).any()) or len(ids.unique()) != size:
-        raise InputError(f"{checkpoint.folder}: d2t does not lead to different ids below {vocab_size}")
     return ids

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from foretell.errors import InputError
 from foretell.heads.checkpoint import configured, fill
 from foretell.heads.layers import Projection, Slot
+from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.models.weights import Checkpoint
 
 _NAME = re.compile(r"(medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
@@ -42,6 +43,7 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         outputs = (Projection(hidden, {f"{k}.{depth}": vocab_size}) for k in range(count) if vocab_size)
         self.outputs = nn.ModuleList(outputs)
+        self.target_ids: Tensor | None = None  # of the target's head that they share; None = all
 
     def states(self, hidden_TW: Tensor) -> list[Tensor]:
         """Per head, what its output layer takes: [T, W]."""
@@ -83,5 +85,6 @@ def load_medusa(folder: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
         raise InputError(f"{folder}: its MEDUSA heads have no residual block ({prefix}0.0.linear.weight)")
     own = any(not match[4] for match in found.values())
     head = configured(folder, lambda: MedusaHeads(hidden_size, count, depth, vocab_size if own else 0))
-    ignore = r"(?!medusa_head\.)" if prefix else ""
+    head.target_ids = None if own else read_target_ids(checkpoint, vocab_size)
+    ignore = r"(?!medusa_head\.)" if prefix else MAPS
     return fill(head, head.slots, checkpoint, rename=lambda name: prefix + name, ignore=ignore)

@@ -25,7 +25,8 @@ from foretell.heads.checkpoint import configured, fill, open_folder
 from foretell.heads.eagle import check_width
 from foretell.heads.experts import Experts, deepseek_experts, qwen_experts
 from foretell.heads.latent import LatentAttention, latent_config, latent_scale
-from foretell.heads.layers import Angles, Attend, Block, Projection, RmsNorm, Slot, block_config
+from foretell.heads.layers import Angles, Attend, Block, BlockConfig, Projection, RmsNorm, Slot, block_config
+from foretell.heads.vocabulary import read_target_ids
 from foretell.models.config import Rope
 from foretell.models.weights import Checkpoint
 from foretell.types import Needs
@@ -213,6 +214,8 @@ def load_mtp(folder: Path, hidden_size: int, vocab_size: int) -> MtpHead:
             )
     rows_of = (stored.get(layout.embedding, 0), stored.get(layout.head, 0))
     head = configured(folder, lambda: _build(layout, config, *rows_of))
+    if not stored.get(layout.head):
+        head.target_ids = read_target_ids(checkpoint, vocab_size)
     ignore = rf"(?!{re.escape(prefix)})|{re.escape(more)}"
     return fill(head, head.slots, checkpoint, rename=lambda name: prefix + name, ignore=ignore)
 
@@ -256,15 +259,7 @@ def _build(layout: MtpLayout, config: Mapping[str, Any], embedding_rows: int, he
         experts = Experts(qwen_experts(config))
     if layout is DEEPSEEK and config.get("n_routed_experts"):
         experts = Experts(deepseek_experts(config))
-    measures: dict[str, Any] = {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "dim": shape.dim,
-        "scale": shape.dim**-0.5,
-        "rotated": shape.rotated,
-        "max_context": shape.max_context,
-        "rope": shape.rope,
-    }
+    measures = measures_of(shape)
     attention = None
     if latent:
         wide = latent_config(config)
@@ -277,3 +272,16 @@ def _build(layout: MtpLayout, config: Mapping[str, Any], embedding_rows: int, he
         }
     block = Block(shape, attention=attention, mlp=experts)
     return MtpHead(layout, block, measures, shape.hidden, shape.eps, embedding_rows, head_rows)
+
+
+def measures_of(shape: BlockConfig) -> dict[str, Any]:
+    """What `MtpHead` is told of usual attention."""
+    return {
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "dim": shape.dim,
+        "scale": shape.dim**-0.5,
+        "rotated": shape.rotated,
+        "max_context": shape.max_context,
+        "rope": shape.rope,
+    }
