@@ -11,6 +11,7 @@ import torch
 
 from foretell.attention import Segment, pack
 from foretell.errors import InputError
+from foretell.heads.checkpoint import KIND
 from foretell.heads.vocabulary import head_rows
 from foretell.models.rope import RopeTable
 from foretell.train import answers as answers_module
@@ -19,7 +20,7 @@ from foretell.train import trainer as trainer_module
 from foretell.train.answers import AnswerSettings, Sample, read_answers, write_answers
 from foretell.train.batch import groups, join
 from foretell.train.data import read_prompts
-from foretell.train.export import KIND, save_head
+from foretell.train.export import save_head
 from foretell.train.heads import RECIPES, Shape
 from foretell.train.losses import LOSSES, acceptance, cross_entropy, lk
 from foretell.train.objective import FeatureObjective, MedusaObjective, Teacher, Weights
@@ -60,8 +61,7 @@ def new_head(kind, target, **shape):
 
 
 def store_of(target, head, folder=None, limit=1 << 30, samples=SAMPLES):
-    needs = head.needs if hasattr(head, "needs") else Needs()
-    return StateStore(target, needs, samples, folder, limit)
+    return StateStore(target, head.needs, samples, folder, limit)
 
 
 class Seen:

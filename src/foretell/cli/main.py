@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, profile, pull, train
+from foretell.cli import bench, chat, demo, drafters, export, generate, inspect, plan, profile, pull, train
 
 app = typer.Typer(
     name="foretell",
@@ -26,6 +26,7 @@ app.command()(drafters.drafters)
 app.add_typer(plan.app)
 app.command()(profile.profile)
 app.add_typer(train.app)
+app.command()(export.export)
 app.add_typer(bench.app)
 
 

@@ -7,7 +7,7 @@ output still right. Here missing, unknown and misshaped tensors are an error tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from foretell.models.config import read_config
 from foretell.models.linear import pack
 from foretell.models.weights import Checkpoint
 
+KIND = "foretell_head"  # key of config.json in our own format: the drafter's name
 H = TypeVar("H", bound=nn.Module)
 
 
@@ -32,6 +33,18 @@ def open_folder(folder: Path) -> tuple[dict[str, Any], Checkpoint]:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder", hint="give the folder of a draft head's checkpoint")
     return read_config(folder), Checkpoint(folder, pickled=True)
+
+
+def check_kind(folder: Path, config: Mapping[str, Any], kind: str) -> None:
+    """Our own format says what kind of head it is.
+
+    Raises:
+        InputError: it is of another kind.
+    """
+    if (said := config.get(KIND, kind)) != kind:
+        raise InputError(
+            f"{folder} is a head of kind {said!r}, not {kind!r}", hint=f"--drafter {said}:{folder}"
+        )
 
 
 def configured(folder: Path, make: Callable[[], H]) -> H:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.errors import InputError
-from foretell.heads.checkpoint import configured, fill, open_folder
+from foretell.heads.checkpoint import check_kind, configured, fill, open_folder
 from foretell.heads.layers import Angles, Attend, Block, BlockConfig, Projection, Slot, block_config
 from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.types import Needs
@@ -82,6 +82,7 @@ def load_eagle(folder: Path, hidden_size: int, vocab_size: int) -> EagleHead:
         InputError: it is damaged, or does not fit its configuration or the target.
     """
     config, checkpoint = open_folder(folder)
+    check_kind(folder, config, "eagle")
     if (layers := config.get("num_hidden_layers", 1)) != 1:
         raise InputError(f"{folder}: an EAGLE head has one layer, config.json says {layers!r}")
     check_width(folder, config, hidden_size)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.errors import InputError
-from foretell.heads.checkpoint import configured, fill, open_folder
+from foretell.heads.checkpoint import KIND, check_kind, configured, fill, open_folder
 from foretell.heads.layers import (
     Angles,
     Attend,
@@ -160,6 +160,7 @@ def load_eagle3(
         InputError: it is damaged, or does not fit its configuration or the target.
     """
     config, checkpoint = open_folder(folder)
+    check_kind(folder, config, "eagle3")
     target_ids = read_target_ids(checkpoint, vocab_size)
     flags = _flat(folder, config)
     aux = _aux_layers(folder, flags, num_layers, convention)
@@ -231,7 +232,7 @@ def _aux_layers(folder: Path, flags: Mapping[str, Any], layers: int, convention:
         return _within(folder, ids if convention != "output" else tuple(i + 1 for i in ids), layers)
     shifted = tuple(layer + 1 for layer in ids)
     if convention == "auto":
-        names_inputs = "speculators_model_type" in flags and shifted != default
+        names_inputs = KIND in flags or ("speculators_model_type" in flags and shifted != default)
         convention = "input" if names_inputs else "output"
     return _within(folder, ids if convention == "input" else shifted, layers)
 

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foretell.errors import InputError
-from foretell.heads.checkpoint import configured, fill
+from foretell.heads.checkpoint import check_kind, configured, fill
 from foretell.heads.layers import Projection, Slot
 from foretell.heads.vocabulary import MAPS, read_target_ids
+from foretell.models.config import read_config
 from foretell.models.weights import Checkpoint
+from foretell.types import Needs
 
 _NAME = re.compile(r"(medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 
@@ -32,6 +34,8 @@ class MedusaHeads(nn.Module):
         count, depth: heads, and residual blocks of each.
         vocab_size: of their output layers; 0 = they share the target's.
     """
+
+    needs = Needs(last_hidden=True)
 
     def __init__(self, hidden: int, count: int, depth: int, vocab_size: int = 0) -> None:
         super().__init__()
@@ -74,6 +78,8 @@ def load_medusa(folder: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
     """
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder", hint="give the folder of a MEDUSA checkpoint")
+    if (folder / "config.json").is_file():
+        check_kind(folder, read_config(folder), "medusa")
     checkpoint = Checkpoint(folder, pickled=True)
     found = {name: match for name in checkpoint if (match := _NAME.match(name))}
     if not found:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foretell.errors import InputError
-from foretell.heads.checkpoint import configured, fill, open_folder
+from foretell.heads.checkpoint import check_kind, configured, fill, open_folder
 from foretell.heads.eagle import check_width
 from foretell.heads.experts import Experts, deepseek_experts, qwen_experts
 from foretell.heads.latent import LatentAttention, latent_config, latent_scale
@@ -196,6 +196,7 @@ def load_mtp(folder: Path, hidden_size: int, vocab_size: int) -> MtpHead:
     """
     whole, checkpoint = open_folder(folder)
     config = _text_config(folder, whole)
+    check_kind(folder, config, "mtp")
     if config.get("quantization_config"):
         raise InputError(f"{folder}: the MTP module is quantised (quantization_config), which is not read")
     check_width(folder, config, hidden_size)

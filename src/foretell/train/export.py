@@ -18,10 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from foretell.heads.checkpoint import KIND
 from foretell.heads.vocabulary import vocabulary_maps
 from foretell.train.files import disk_error, replaced
-
-KIND = "foretell_head"  # key of the discriminator
 
 
 def save_head(

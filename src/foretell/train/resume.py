@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foretell.heads.checkpoint import KIND
 from foretell.heads.eagle import load_eagle
 from foretell.heads.eagle3 import load_eagle3
 from foretell.heads.medusa import load_medusa
@@ -16,7 +17,6 @@ from foretell.heads.mtp import load_mtp
 from foretell.models.base import TargetModel
 from foretell.models.config import read_config
 from foretell.train.decoder import load_small
-from foretell.train.export import KIND
 
 _Load = Callable[[Path, TargetModel], nn.Module]
 _LOADERS: dict[str, _Load] = {
@@ -26,6 +26,8 @@ _LOADERS: dict[str, _Load] = {
     "draft": lambda folder, t: load_small(folder, t.vocab_size),
     "mtp": lambda folder, t: load_mtp(folder, t.hidden_size, t.vocab_size),
 }
+
+KINDS = tuple(_LOADERS)
 
 
 def load_head(kind: str, folder: Path, target: TargetModel) -> tuple[nn.Module, dict[str, Any]]:

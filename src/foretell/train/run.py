@@ -96,14 +96,15 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
         InputError: something does not fit, or a disk is full.
         TrainingStopped: the loss became no number.
     """
-    recipe, target = RECIPES[job.kind], llm.loaded.model
+    recipe, target, loss = RECIPES[job.kind], llm.loaded.model, LOSSES[job.loss]
+    _check(llm, job)
     answers = _answers_path(llm, prompts, job)
     _make_folders(job)
     samples = write_answers(llm, prompts, job.answers, answers, advance)
     taught, held = _split(samples, job)
     head, vocabulary, config = _head(llm, job, recipe, taught)
     teacher = Teacher(target, vocabulary.ids_V)
-    objective: Objective = recipe.objective(head, teacher, job.weights, LOSSES[job.loss])
+    objective: Objective = recipe.objective(head, teacher, job.weights, loss)
     folder = job.cache / f"states-{answers.stem.removeprefix('answers-')}"
     store = StateStore(target, head.needs, samples, folder if job.cache_bytes else None, job.cache_bytes)  # type: ignore[arg-type]
     _fill(store, folder, job, advance)
@@ -135,6 +136,15 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
     _report(job, prompts, log, facts, vocabulary)
     best = max((entry for entry in log if "evaluation" in entry), key=lambda e: e["evaluation"]["al"])
     return Outcome(job.out, best["evaluation"]["al"], best["step"], vocabulary.coverage, len(taught), log)
+
+
+def _check(llm: LLM, job: Job) -> None:
+    """What would only show once the answers are there."""
+    size = llm.loaded.model.vocab_size
+    if job.draft_vocab is not None and job.draft_vocab > size:
+        raise InputError(f"draft_vocab must be at most the target's vocabulary {size}, got {job.draft_vocab}")
+    if job.init is not None:
+        load_head(job.kind, job.init, llm.loaded.model)
 
 
 def _answers_path(llm: LLM, prompts: Prompts, job: Job) -> Path:
@@ -180,7 +190,7 @@ def _head(
         said = [t for sample in taught for t in sample.tokens[sample.prompt :]]
         known = set(ids_V.tolist())
         return head, DraftVocabulary(ids_V, sum(t in known for t in said) / len(said)), config
-    size = min(job.draft_vocab or _DRAFT_VOCAB, target.vocab_size)
+    size = job.draft_vocab or min(_DRAFT_VOCAB, target.vocab_size)
     if job.kind == "draft":  # a model of its own says everything
         size = target.vocab_size
     vocabulary = choose_vocabulary(taught, size, target.vocab_size, sorted(llm.loaded.end_ids))
