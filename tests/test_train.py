@@ -472,3 +472,17 @@ def test_answers_go_on_behind_the_last_whole_line(target, tmp_path, monkeypatch)
     assert path.read_bytes() == text
     assert 0 < half.asked < whole.asked
     assert list(read_answers(path)) == samples
+
+
+def test_short_answers_are_samples_without_rows(target, tmp_path):
+    """They keep their numbers, so that states on disk stay theirs."""
+    short = Sample((5, 9, 11), 2)
+    head, _ = new_head("eagle3", target)
+    batch = join([short, SAMPLES[0]], store_of(target, head, samples=[short, SAMPLES[0]]).get([0, 1]))
+    assert batch.rows(0).counts == (0, 8)
+    alone = join([short], store_of(target, head, samples=[short]).get([0]))
+    judged = FeatureObjective(head, Teacher(target, IDS), Weights(depths=3), cross_entropy)(
+        alone, torch.Generator()
+    )
+    judged.loss.backward()
+    assert float(judged.loss) == 0

@@ -159,6 +159,7 @@ def _run(kind: str, given: dict[str, Any]) -> None:
     with model_progress() as report:
         llm = LLM(
             given["target"],
+            drafter="none",  # a full batch has no time for drafts
             weights=given["weights"],
             device=given["device"],
             max_batch=given["batch"],

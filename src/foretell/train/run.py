@@ -168,8 +168,8 @@ def _fill(store: StateStore, folder: Path, job: Job, advance: Advance) -> None:
 
 def _split(samples: list[Sample], job: Job) -> tuple[list[Sample], list[Sample]]:
     """Samples to learn from and samples that judge, the last ones."""
-    taught = [sample for sample in samples[: -job.held] if len(sample.tokens) - sample.prompt > 2]
-    if not taught:
+    taught = samples[: -job.held]
+    if not any(len(sample.tokens) - sample.prompt > 2 for sample in taught):
         raise InputError(
             f"{len(samples)} answers are too few: {job.held} judge, and none is left to learn from",
             hint="give more --data, or a smaller --held",
