@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_drafter, parse
+from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_drafter, origins_of, parse
 from foretell.drafters.spec import Part
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.errors import InputError
+from foretell.grammar import GrammarCompiler
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
@@ -186,12 +187,16 @@ class LLM:
             context = self._context(slots, rule, reading, allow_untested, report)
             drafter = build_drafter(drafter, options, context)
         drafter, reader = reading.levels(self.loaded, drafter, rule)
+        named = origins_of(drafter)
+        alone = len(parts) == len(named) == 1 and parts[0].name != "auto"
+        self.origins = (parts[0].name,) if alone else named  # who drafts, in the order of `Chunk.origins`
         self.engine = Engine(
             self.loaded.model,
             drafter,
             rule,
             self._planner(drafter, rule, draft_tokens, adaptive),
             decode=self.tokenizer.decode,
+            constrain=GrammarCompiler(self.tokenizer, self.loaded.model.vocab_size, self.loaded.end_ids),
             kv_slots=slots,
             max_batch=max_batch,
             prefill_chunk=PREFILL_CHUNK * ranks,

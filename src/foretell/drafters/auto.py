@@ -29,9 +29,10 @@ def build(context: DrafterContext, argument: str | None, options: AutoOptions) -
     first = suffix.build(context, None, suffix.SuffixOptions())
     try:
         if context.folder is not None and has_mtp(context.folder):
-            return CombinedDrafter(first, mtp.build(context, None, mtp.MtpOptions()))
+            return CombinedDrafter(first, mtp.build(context, None, mtp.MtpOptions()), ("suffix", "mtp"))
         if context.folder is not None and has_medusa(context.folder):
-            return CombinedDrafter(first, medusa.build(context, None, medusa.MedusaOptions()))
+            heads = medusa.build(context, None, medusa.MedusaOptions())
+            return CombinedDrafter(first, heads, ("suffix", "medusa"))
     except InputError as reason:
         # nobody asked for these heads; the model runs without them
         _log.warning("the draft heads in the model's checkpoint are not used: %s", reason)

@@ -185,6 +185,7 @@ class DraftModelDrafter:
     needs = NO_NEEDS
     expects = 0.02
     draft_tokens = 5
+    origins = ("draft",)
 
     def __init__(
         self,

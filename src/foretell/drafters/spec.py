@@ -120,6 +120,7 @@ def build_drafter(spec: str, options: Mapping[str, Any], context: DrafterContext
     """
     parts = parse(spec, options)
     drafter = parts[-1].entry.build(context, parts[-1].argument, parts[-1].options)
+    names: tuple[str, ...] = (parts[-1].name,)
     for part in reversed(parts[:-1]):
         first = part.entry.build(context, part.argument, part.options)
         if not isinstance(first, ScoredDrafter):
@@ -127,7 +128,8 @@ def build_drafter(spec: str, options: Mapping[str, Any], context: DrafterContext
                 f"drafter {part.name!r} cannot stand before another: its drafts have no scores",
                 hint=f"suffix+{part.name}",
             )
-        drafter = CombinedDrafter(first, drafter)
+        names = (part.name, *names)
+        drafter = CombinedDrafter(first, drafter, names)
     return drafter
 
 

@@ -19,16 +19,16 @@ from foretell.attention import Segment, pack
 from foretell.cache import KVCache, Lease
 from foretell.drafters import AttendingDrafter, BorrowingDrafter, Drafter, Observed, looks_ahead
 from foretell.engine.detokenize import Detokenizer
-from foretell.engine.request import Request
+from foretell.engine.request import Request, Source
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.verification import likeliest, verify
 from foretell.errors import InputError
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.planner import Planner, StepReport
-from foretell.sampling import Sampler
+from foretell.sampling import Constraint, Sampler
 from foretell.sparse import Reader
 from foretell.stats import StepStats
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, SamplingParams, Verdict
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, Grammar, SamplingParams, Verdict
 from foretell.verify import Rule
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Engine:
         rule: how they are judged.
         planner: how many are made.
         decode: ids to text; None = requests have no text (and no stop strings).
+        constrain: what a grammar allows of this target's tokens; None = requests have no grammar.
         kv_slots: tokens of all running requests that the KV cache holds.
         max_batch: requests that run at once.
         prefill_chunk: tokens of a prompt that one step reads.
@@ -84,6 +85,7 @@ class Engine:
         planner: Planner,
         *,
         decode: Callable[[Sequence[int]], str] | None,
+        constrain: Callable[[Grammar], Constraint] | None = None,
         kv_slots: int,
         max_batch: int = 16,
         prefill_chunk: int = 512,
@@ -96,6 +98,7 @@ class Engine:
         self._drafter = drafter
         self._planner = planner
         self._decode = decode
+        self._constrain = constrain
         self._reader = reader
         self._needs = drafter.needs | (NO_NEEDS if reader is None else reader.needs)
         if isinstance(drafter, BorrowingDrafter):
@@ -125,7 +128,8 @@ class Engine:
             answer: index among `params.n` answers; moves the seed.
 
         Raises:
-            InputError: empty prompt, ids outside the vocabulary, no room in context or cache.
+            InputError: empty prompt, ids outside the vocabulary, no room in context or cache, a grammar that
+                cannot be met.
         """
         self._check(prompt, params)
         tokens = list(prompt)
@@ -147,6 +151,7 @@ class Engine:
                 ends,
                 draft_stream=self.rule.draft_stream,
                 needs_q=self.rule.needs_q,
+                constraint=self._constraint(params.grammar),
             ),
             detokenizer=None if self._decode is None else Detokenizer(self._decode),
             seed=seed,
@@ -195,6 +200,11 @@ class Engine:
         self._account(running, clock)
         self._report(work, verdicts, proposed, clock)
         return advanced
+
+    def _constraint(self, grammar: Grammar | None) -> Constraint | None:
+        if grammar is not None and self._constrain is None:
+            raise InputError("a grammar needs a tokenizer")
+        return None if grammar is None or self._constrain is None else self._constrain(grammar)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if not prompt:
@@ -325,7 +335,8 @@ class Engine:
         for index, (token, above) in enumerate(zip(tokens, (-1, *verdict.path), strict=True)):
             drafted = index < len(verdict.path)
             accepted += drafted
-            if reason := request.emit(token, logits_RV[above + 1], drafted=drafted):
+            source = Source(part.tree.origin if drafted else -1, index + 1)
+            if reason := request.emit(token, logits_RV[above + 1], source):
                 request.finish(reason)
                 break
         emitted = request.emitted - before  # negative where a stop string took back earlier tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,18 @@ class TokenLogprob:
     top: dict[int, float]
 
 
+class Source(NamedTuple):
+    """Where an emitted token comes from.
+
+    Args:
+        origin: which drafter proposed it (`DraftTree.origin`); -1 = the target's own token.
+        place: its place among the tokens of its step, from 1; for a drafted token the depth in the draft.
+    """
+
+    origin: int
+    place: int
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one step added to one request.
@@ -31,15 +44,27 @@ class Chunk:
     Args:
         text: new text; may be empty while a character or a possible stop string is incomplete.
         token_ids: new tokens.
-        drafted: for each new token, whether the drafter had proposed it.
+        sources: where each of them comes from.
+        logprobs: of each of them, if they were asked for.
         finish_reason: set in the last chunk.
     """
 
     request_id: int
     text: str
     token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]
+    sources: tuple[Source, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """For each new token, the drafter that had proposed it; -1 = the target's own."""
+        return tuple(source.origin for source in self.sources)
+
+    @property
+    def drafted(self) -> tuple[bool, ...]:
+        """For each new token, whether a drafter had proposed it."""
+        return tuple(source.origin >= 0 for source in self.sources)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +74,7 @@ class Request:
     Attributes:
         tokens: prompt and emitted tokens.
         capacity: slots reserved: prompt, answer, and a draft behind them.
-        drafted: for each emitted token, whether the drafter had proposed it.
+        sources: where each emitted token comes from.
         lossless: whether every verdict so far was.
         shown, handed: characters and tokens that have been handed out; `closed`: the end too.
     """
@@ -70,7 +95,7 @@ class Request:
     shown: int = 0
     handed: int = 0
     closed: bool = False
-    drafted: list[bool] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
 
@@ -92,14 +117,14 @@ class Request:
         assert self.lease is not None
         return len(self.tokens) - self.lease.length
 
-    def emit(self, token_id: int, logits_V: Tensor, *, drafted: bool) -> FinishReason | None:
+    def emit(self, token_id: int, logits_V: Tensor, source: Source) -> FinishReason | None:
         """Adds one token of the target; returns why the answer ends with it, if it does.
 
         What belongs to a stop string and what comes after it is taken back: text, ids and
         log-probabilities alike.
         """
         self.tokens.append(token_id)
-        self.drafted.append(drafted)
+        self.sources.append(source)
         if self.params.logprobs is not None:
             self.logprobs.append(_logprob(logits_V, token_id, self.params.logprobs))
         if token_id in self.end_ids:
@@ -133,7 +158,8 @@ class Request:
             self.id,
             self.text[self.shown : text],
             tuple(self.output_ids[self.handed : ids]),
-            tuple(self.drafted[self.handed : ids]),
+            tuple(self.sources[self.handed : ids]),
+            tuple(self.logprobs[self.handed : ids]),
             self.finish_reason,
         )
         self.shown, self.handed = text, ids
@@ -170,7 +196,7 @@ class Request:
         self.text = self.text[: min(places)]
         kept = self.detokenizer.ids_for(len(self.text))
         del self.tokens[self.prompt_length + kept :]
-        del self.drafted[kept:], self.logprobs[kept:]
+        del self.sources[kept:], self.logprobs[kept:]
         return True
 
 
