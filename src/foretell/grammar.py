@@ -153,6 +153,8 @@ def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
         return compiler.compile_regex(grammar.source)
     if grammar.kind == "ebnf":
         return compiler.compile_grammar(grammar.source)
+    if grammar.kind == "structural_tag":
+        return compiler.compile_structural_tag(grammar.source)
     if grammar.kind == "json_object":
         return compiler.compile_json_schema(
             '{"type": "object"}', strict_mode=False, max_whitespace_cnt=_BLANKS

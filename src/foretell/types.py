@@ -23,7 +23,7 @@ from foretell.errors import InputError
 
 MIN_TEMPERATURE = 1e-4  # below, scores divided by it leave fp32
 FinishReason = str  # "stop" (end token or stop string), "length", "abort"
-GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "ebnf")
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "ebnf", "structural_tag")
 _LONGEST_GRAMMAR = 1 << 18
 
 
@@ -46,9 +46,10 @@ class Grammar:
     goes without a tokenizer.
 
     Args:
-        kind: "json_object" (any JSON object), "json_schema", "regex", or "ebnf" (GBNF, as llama.cpp has it).
-        source: the schema as JSON text, the expression, or the rules with a rule `root`; empty for
-            "json_object".
+        kind: "json_object" (any JSON object), "json_schema", "regex", "ebnf" (GBNF, as llama.cpp has it), or
+            "structural_tag" (xgrammar's: text with marked parts of given forms).
+        source: the schema or the tags as JSON text, the expression, or the rules with a rule `root`; empty
+            for "json_object".
 
     Raises:
         InputError: naming the field, the value and what would be right.
@@ -68,12 +69,12 @@ class Grammar:
             _require(not self.source, "grammar.source", self.source, "empty for json_object")
             return
         _require(bool(self.source.strip()), "grammar.source", self.source, f"a {self.kind}, not empty")
-        if self.kind == "json_schema":
+        if self.kind in ("json_schema", "structural_tag"):
             try:
                 schema = json.loads(self.source)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"grammar.source must be a JSON schema, but is no JSON: {error}") from None
-            _require(isinstance(schema, dict), "grammar.source", schema, "a JSON schema, which is an object")
+                raise InputError(f"grammar.source must be a {self.kind}, but is no JSON: {error}") from None
+            _require(isinstance(schema, dict), "grammar.source", schema, f"a {self.kind}, which is an object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
