@@ -6,14 +6,17 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foretell.errors import InputError
+from foretell.json_schema import check_regex, check_schema
 from foretell.models.tokenizer import Tokenizer
 from foretell.types import Grammar
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CACHE_BYTES = 1 << 28  # of compiled grammars
+_DEEPEST = 64
 _BLANKS = 32  # whitespace characters between two parts of JSON, at most: small models know no end to them
 
 
@@ -108,9 +112,10 @@ class GrammarCompiler:
             self._compiler = self._new_compiler()
         try:
             compiled = _compile(self._compiler, grammar)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise InputError(f"the grammar ({grammar.kind}) cannot be used: {reason}") from None
+        except InputError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise InputError(f"the grammar ({grammar.kind}) cannot be used: {_reason(error)}") from None
         bits_W = xgrammar.allocate_token_bitmask(1, self._vocabulary)[0]
         matcher = xgrammar.GrammarMatcher(compiled)
         if matcher.fill_next_token_bitmask(bits_W[None]) and not bool(bits_W.any()):
@@ -148,15 +153,44 @@ def import_xgrammar() -> None:
         ) from None
 
 
+def _reason(error: Exception) -> str:
+    """xgrammar's message, without its place in the sources."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\[[0-9:]+\] \S+:\d+: ", "", lines[0]) if lines else type(error).__name__
+
+
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
     if grammar.kind == "regex":
+        check_regex(grammar.source)
         return compiler.compile_regex(grammar.source)
     if grammar.kind == "ebnf":
         return compiler.compile_grammar(grammar.source)
     if grammar.kind == "structural_tag":
+        _check_tags(json.loads(grammar.source))
         return compiler.compile_structural_tag(grammar.source)
     if grammar.kind == "json_object":
         return compiler.compile_json_schema(
             '{"type": "object"}', strict_mode=False, max_whitespace_cnt=_BLANKS
         )
+    check_schema(json.loads(grammar.source))
     return compiler.compile_json_schema(grammar.source, max_whitespace_cnt=_BLANKS)
+
+
+def _check_tags(part: Any, depth: int = 0) -> None:
+    """The schemas inside a structural tag.
+
+    Raises:
+        InputError: one of them cannot be enforced.
+    """
+    if depth > _DEEPEST:
+        raise InputError(f"structural_tag is nested deeper than {_DEEPEST} levels")
+    if isinstance(part, dict):
+        if part.get("type") == "json_schema" and "json_schema" in part:
+            check_schema(part["json_schema"])
+        elif part.get("type") == "regex" and isinstance(part.get("pattern"), str):
+            check_regex(part["pattern"])
+        else:
+            part = list(part.values())
+    if isinstance(part, list):
+        for each in part:
+            _check_tags(each, depth + 1)
