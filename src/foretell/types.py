@@ -21,7 +21,7 @@ from torch import Tensor
 from foretell.errors import InputError
 
 MIN_TEMPERATURE = 1e-4  # below, scores divided by it leave fp32
-FinishReason = str  # "stop" (end token or stop string), "length", "abort"
+FinishReason = str  # "stop" (end token or stop string), "length", "abort", "error"
 
 
 def _require(ok: bool, name: str, value: object, want: str) -> None:
