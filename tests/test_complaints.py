@@ -135,7 +135,7 @@ def test_7_stop_string_trims_ids_text_logprobs_and_usage_alike(script, kept, tex
     request, engine = say(script, SamplingParams(max_tokens=20, stop="STOP", logprobs=1))
     assert request.stats.accepted <= max(0, engine.stats.emitted)
     assert (request.output_ids, request.text, request.finish_reason) == (kept, text, "stop")
-    assert len(request.logprobs) == len(request.sources) == engine.stats.emitted == len(kept)
+    assert len(request.logprobs) == len(request.drafted) == engine.stats.emitted == len(kept)
 
 
 def test_7_stream_never_shows_what_a_stop_string_takes_back():
@@ -283,7 +283,7 @@ def test_36_acceptance_is_reported_marginal_and_conditional(decoder):
     engine = oracle.engine(target, oracle.Fortune(wanted, 96, seed=3), draft_tokens=6)
     (request,) = oracle.run(engine, [[5, 6]], SamplingParams(max_tokens=60))
     stats = request.stats
-    assert stats.accepted == sum(source.origin >= 0 for source in request.sources)
+    assert stats.accepted == sum(request.drafted)
     assert stats.emitted - stats.accepted == stats.steps, "each step adds one token of the target's own"
     assert sum(stats.accepted_at) == stats.accepted
     assert stats.marginal == sorted(stats.marginal, reverse=True)

@@ -56,8 +56,10 @@ MAY_IMPORT = {
         "parallel",
     },
     "profiling": SHARED | {"kernels", "cache", "attention", "models", "sparse", "bench"},
+    "server": SHARED | {"api", "engine", "models", "planner"},
     "cli": SHARED
-    | {"parallel", "api", "engine", "models", "heads", "drafters", "verify", "planner", "bench", "profiling"},
+    | {"parallel", "api", "engine", "models", "heads", "drafters", "verify", "planner", "bench", "profiling"}
+    | {"server"},
 }
 
 

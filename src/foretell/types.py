@@ -22,7 +22,7 @@ from torch import Tensor
 from foretell.errors import InputError
 
 MIN_TEMPERATURE = 1e-4  # below, scores divided by it leave fp32
-FinishReason = str  # "stop" (end token or stop string), "length", "abort"
+FinishReason = str  # "stop" (end token or stop string), "length", "abort", "error"
 GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "ebnf", "structural_tag")
 _LONGEST_GRAMMAR = 1 << 18
 

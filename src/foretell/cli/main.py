@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, profile, pull
+from foretell.cli import bench, chat, demo, drafters, generate, inspect, plan, profile, pull, serve
 
 app = typer.Typer(
     name="foretell",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(demo.demo)
 app.command()(pull.pull)
 app.command()(inspect.inspect)

@@ -124,6 +124,7 @@ _LLM_OPTIONS = (
     "weights",
     "allow_untested",
     "kv_tokens",
+    "max_batch",
     "kv",
     "kv_budget",
     "lossless",

@@ -9,11 +9,9 @@ from foretell.drafters.base import (
     DrafterEntry,
     DraftRequest,
     LayeredDrafter,
-    NamedDrafter,
     Observed,
     ScoredDrafter,
     looks_ahead,
-    origins_of,
 )
 from foretell.drafters.builtin import DRAFTERS
 from foretell.drafters.spec import all_drafters, build_drafter, options_of, parse, parse_entries
@@ -27,14 +25,12 @@ __all__ = [
     "DrafterContext",
     "DrafterEntry",
     "LayeredDrafter",
-    "NamedDrafter",
     "Observed",
     "ScoredDrafter",
     "all_drafters",
     "build_drafter",
     "looks_ahead",
     "options_of",
-    "origins_of",
     "parse",
     "parse_entries",
 ]

@@ -29,10 +29,9 @@ def build(context: DrafterContext, argument: str | None, options: AutoOptions) -
     first = suffix.build(context, None, suffix.SuffixOptions())
     try:
         if context.folder is not None and has_mtp(context.folder):
-            return CombinedDrafter(first, mtp.build(context, None, mtp.MtpOptions()), ("suffix", "mtp"))
+            return CombinedDrafter(first, mtp.build(context, None, mtp.MtpOptions()))
         if context.folder is not None and has_medusa(context.folder):
-            heads = medusa.build(context, None, medusa.MedusaOptions())
-            return CombinedDrafter(first, heads, ("suffix", "medusa"))
+            return CombinedDrafter(first, medusa.build(context, None, medusa.MedusaOptions()))
     except InputError as reason:
         # nobody asked for these heads; the model runs without them
         _log.warning("the draft heads in the model's checkpoint are not used: %s", reason)

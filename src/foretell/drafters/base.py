@@ -179,25 +179,6 @@ class BorrowingDrafter(Drafter, Protocol):
         ...
 
 
-@runtime_checkable
-class NamedDrafter(Drafter, Protocol):
-    """A drafter that says what `DraftTree.origin` counts; of others it is their own name alone.
-
-    Attributes:
-        origins: a name per origin.
-    """
-
-    @property
-    def origins(self) -> tuple[str, ...]: ...
-
-
-def origins_of(drafter: Drafter) -> tuple[str, ...]:
-    """Names of those who draft, in the order of `DraftTree.origin`."""
-    if isinstance(drafter, NamedDrafter):
-        return drafter.origins
-    return (type(drafter).__name__.removesuffix("Drafter").lower(),)
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
     """What a drafter is built for.

@@ -19,7 +19,6 @@ from foretell.drafters.base import (
     DraftRequest,
     Observed,
     ScoredDrafter,
-    origins_of,
 )
 from foretell.sparse import Heads, ModelShape
 from foretell.types import DraftTree, StepPlan
@@ -29,16 +28,10 @@ _PRIOR = 1.0  # tokens that its drafts are taken to gain before any was seen
 
 
 class CombinedDrafter:
-    """See `Drafter`. Every request has its own mean of what the second drafter's drafts gained.
+    """See `Drafter`. Every request has its own mean of what the second drafter's drafts gained."""
 
-    Args:
-        first, second: the drafters.
-        origins: what they are called; None = as their types are.
-    """
-
-    def __init__(self, first: ScoredDrafter, second: Drafter, origins: tuple[str, ...] | None = None) -> None:
+    def __init__(self, first: ScoredDrafter, second: Drafter) -> None:
         self._first, self._second = first, second
-        self.origins = origins or (*origins_of(first)[:1], *origins_of(second))
         self.needs = first.needs | second.needs
         self.expects = min(first.expects, second.expects)
         self.draft_tokens = max(first.draft_tokens, second.draft_tokens)

@@ -185,7 +185,6 @@ class DraftModelDrafter:
     needs = NO_NEEDS
     expects = 0.02
     draft_tokens = 5
-    origins = ("draft",)
 
     def __init__(
         self,

@@ -143,7 +143,6 @@ class FeatureDrafter:
     """
 
     expects = 0.05
-    origins = ("head",)
 
     def __init__(
         self, runner: HeadRunner, shape: Shape, scratch: int, draft_tokens: int, min_prob: float = 0.0

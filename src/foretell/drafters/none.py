@@ -20,7 +20,6 @@ class NoDrafter:
     needs = NO_NEEDS
     expects = 0.0
     draft_tokens = 0
-    origins: tuple[str, ...] = ()
 
     def start(self, request: DraftRequest) -> None:
         """Nothing to do."""

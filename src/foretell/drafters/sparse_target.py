@@ -35,7 +35,6 @@ from foretell.drafters.base import (
     Observed,
     RetractingDrafter,
     looks_ahead,
-    origins_of,
 )
 from foretell.drafters.rounds import Ahead, Round
 from foretell.errors import InputError
@@ -116,7 +115,6 @@ class SparseTargetDrafter:
     ) -> None:
         self._target = target
         self._name = name
-        self.origins = (*(() if inner is None else origins_of(inner.drafter)), "self")
         self._reader = reader
         self._inner = inner
         self._inner_needs = NO_NEEDS if inner is None else inner.drafter.needs
@@ -155,7 +153,7 @@ class SparseTargetDrafter:
             self._advance(active)
         levels = 1 if self._inner is None else 2
         return [
-            tree if part is None else replace(part.draft(), levels=levels, origin=len(self.origins) - 1)
+            tree if part is None else replace(part.draft(), levels=levels)
             for tree, part in zip(trees, rounds, strict=True)
         ]
 

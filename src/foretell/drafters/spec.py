@@ -120,7 +120,6 @@ def build_drafter(spec: str, options: Mapping[str, Any], context: DrafterContext
     """
     parts = parse(spec, options)
     drafter = parts[-1].entry.build(context, parts[-1].argument, parts[-1].options)
-    names: tuple[str, ...] = (parts[-1].name,)
     for part in reversed(parts[:-1]):
         first = part.entry.build(context, part.argument, part.options)
         if not isinstance(first, ScoredDrafter):
@@ -128,8 +127,7 @@ def build_drafter(spec: str, options: Mapping[str, Any], context: DrafterContext
                 f"drafter {part.name!r} cannot stand before another: its drafts have no scores",
                 hint=f"suffix+{part.name}",
             )
-        names = (part.name, *names)
-        drafter = CombinedDrafter(first, drafter, names)
+        drafter = CombinedDrafter(first, drafter)
     return drafter
 
 
@@ -234,3 +232,10 @@ def _described(docstring: str) -> dict[str, str]:
         elif names and line.startswith(" " * 12):
             found |= {name: f"{found[name]} {line.strip()}" for name in names}
     return found
+
+
+def origins_of(parts: Sequence[Part], drafter: Drafter) -> tuple[str, ...]:
+    """Names of the origins of drafts (`DraftTree.origin`): the drafters; for `auto`, what it is made of."""
+    if [part.name for part in parts] == ["auto"]:
+        return ("suffix", "heads") if isinstance(drafter, CombinedDrafter) else ("suffix",)
+    return tuple(part.name for part in parts) or (type(drafter).__name__,)

@@ -1,6 +1,6 @@
 """The engine: scheduling, the step, text and stops."""
 
 from foretell.engine.engine import Engine
-from foretell.engine.request import Chunk, Request, Source, TokenLogprob
+from foretell.engine.request import Chunk, Request, TokenLogprob
 
-__all__ = ["Chunk", "Engine", "Request", "Source", "TokenLogprob"]
+__all__ = ["Chunk", "Engine", "Request", "TokenLogprob"]

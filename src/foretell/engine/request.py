@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from foretell.cache import Lease
 from foretell.engine.detokenize import Detokenizer
 from foretell.sampling import Sampler
 from foretell.stats import StepStats
-from foretell.types import FinishReason, SamplingParams
+from foretell.types import FinishReason, SamplingParams, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +24,6 @@ class TokenLogprob:
     top: dict[int, float]
 
 
-class Source(NamedTuple):
-    """Where an emitted token comes from.
-
-    Args:
-        origin: which drafter proposed it (`DraftTree.origin`); -1 = the target's own token.
-        place: its place among the tokens of its step, from 1; for a drafted token the depth in the draft.
-    """
-
-    origin: int
-    place: int
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What one step added to one request.
@@ -44,27 +31,23 @@ class Chunk:
     Args:
         text: new text; may be empty while a character or a possible stop string is incomplete.
         token_ids: new tokens.
-        sources: where each of them comes from.
-        logprobs: of each of them, if they were asked for.
+        origins: for each new token, which drafter had proposed it, counted from 0; -1 = none had.
+        places: for each new token, its place among those of its step, from 1: of a drafted one the depth
+            in its draft.
         finish_reason: set in the last chunk.
     """
 
     request_id: int
     text: str
     token_ids: tuple[int, ...]
-    sources: tuple[Source, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
+    origins: tuple[int, ...]
+    places: tuple[int, ...]
     finish_reason: FinishReason | None = None
-
-    @property
-    def origins(self) -> tuple[int, ...]:
-        """For each new token, the drafter that had proposed it; -1 = the target's own."""
-        return tuple(source.origin for source in self.sources)
 
     @property
     def drafted(self) -> tuple[bool, ...]:
         """For each new token, whether a drafter had proposed it."""
-        return tuple(source.origin >= 0 for source in self.sources)
+        return tuple(origin >= 0 for origin in self.origins)
 
 
 @dataclass(eq=False, slots=True)
@@ -73,9 +56,14 @@ class Request:
 
     Attributes:
         tokens: prompt and emitted tokens.
-        capacity: slots reserved: prompt, answer, and a draft behind them.
-        sources: where each emitted token comes from.
+        capacity: slots that it can come to need: prompt, answer, and a draft behind them.
+        origins, places: for each emitted token, see `Chunk`.
         lossless: whether every verdict so far was.
+        plan: of its last step that could have had a draft.
+        error: what ended it with the reason "error".
+        turn, passed, waited, begun, made_way: the scheduler's: its place in the queue, requests that passed
+            it there, steps that it waited for slots, whether it has read anything since it was admitted,
+            and whether it gave its slots to one that had waited too long.
         shown, handed: characters and tokens that have been handed out; `closed`: the end too.
     """
 
@@ -95,9 +83,22 @@ class Request:
     shown: int = 0
     handed: int = 0
     closed: bool = False
-    sources: list[Source] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
+    plan: StepPlan | None = None
+    error: Exception | None = None
+    turn: int = 0
+    passed: int = 0
+    waited: int = 0
+    begun: bool = False
+    made_way: bool = False
+
+    @property
+    def drafted(self) -> list[bool]:
+        """For each emitted token, whether a drafter had proposed it."""
+        return [origin >= 0 for origin in self.origins]
 
     @property
     def output_ids(self) -> list[int]:
@@ -117,14 +118,16 @@ class Request:
         assert self.lease is not None
         return len(self.tokens) - self.lease.length
 
-    def emit(self, token_id: int, logits_V: Tensor, source: Source) -> FinishReason | None:
-        """Adds one token of the target; returns why the answer ends with it, if it does.
+    def emit(self, token_id: int, logits_V: Tensor, origin: int, place: int) -> FinishReason | None:
+        """Adds one token of the target, `origin` and `place` as in `Chunk`; returns why the answer ends with
+        it, if it does.
 
         What belongs to a stop string and what comes after it is taken back: text, ids and
         log-probabilities alike.
         """
         self.tokens.append(token_id)
-        self.sources.append(source)
+        self.origins.append(origin)
+        self.places.append(place)
         if self.params.logprobs is not None:
             self.logprobs.append(_logprob(logits_V, token_id, self.params.logprobs))
         if token_id in self.end_ids:
@@ -158,8 +161,8 @@ class Request:
             self.id,
             self.text[self.shown : text],
             tuple(self.output_ids[self.handed : ids]),
-            tuple(self.sources[self.handed : ids]),
-            tuple(self.logprobs[self.handed : ids]),
+            tuple(self.origins[self.handed : ids]),
+            tuple(self.places[self.handed : ids]),
             self.finish_reason,
         )
         self.shown, self.handed = text, ids
@@ -196,7 +199,7 @@ class Request:
         self.text = self.text[: min(places)]
         kept = self.detokenizer.ids_for(len(self.text))
         del self.tokens[self.prompt_length + kept :]
-        del self.sources[kept:], self.logprobs[kept:]
+        del self.origins[kept:], self.places[kept:], self.logprobs[kept:]
         return True
 
 

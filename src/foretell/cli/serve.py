@@ -1,0 +1,103 @@
+"""`foretell serve`: OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretell.cli import options as opt
+from foretell.cli.console import stderr
+from foretell.errors import InputError
+
+if TYPE_CHECKING:
+    from foretell.api import LLM
+    from foretell.server import Settings
+
+KEY = "FORETELL_API_KEY"
+
+
+def serve(
+    ctx: typer.Context,
+    model: opt.ModelOpt = "smollm2-135m",
+    drafter: opt.DrafterOpt = "auto",
+    drafter_opt: opt.DrafterOptOpt = None,
+    draft_tokens: opt.DraftTokensOpt = None,
+    verify: opt.VerifyOpt = "coupled",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on.", show_default=True)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", help="Port to listen on; 0 takes a free one.", show_default=True)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", help=f"What clients must send as bearer token.  [default: ${KEY}]"),
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", help="Answers that run at once.", show_default=True)
+    ] = 16,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", help="Answers that may wait beside them.", show_default=True)
+    ] = 64,
+    max_body: Annotated[
+        int, typer.Option("--max-body", help="Bytes that a request may have.", show_default=True)
+    ] = 4 << 20,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds that a request may take.", show_default=True)
+    ] = 600.0,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", help="Seconds to finish answers in, once told to stop.", show_default=True),
+    ] = 30.0,
+    cors: Annotated[
+        list[str] | None, typer.Option("--cors", help="Origin whose pages may call; repeatable.")
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object per line.")] = False,
+    device: opt.DeviceOpt = "auto",
+    impl: opt.ImplOpt = "auto",
+    weights: opt.WeightsOpt = "stored",
+    allow_untested: opt.UntestedOpt = False,
+    kv_tokens: opt.KvTokensOpt = None,
+    kv: opt.KvOpt = "full",
+    kv_budget: opt.KvBudgetOpt = None,
+    lossless: opt.LosslessOpt = False,
+    kv_profile: opt.KvProfileOpt = None,
+    context_parallel: opt.RanksOpt = None,
+) -> None:
+    """Answer over HTTP, as OpenAI's servers do."""
+    from foretell.parallel.team import under_torchrun
+    from foretell.server import Settings
+    from foretell.server.logs import set_up
+
+    if under_torchrun():
+        raise InputError("serve cannot be started by torchrun", hint="use --context-parallel N")
+    settings = Settings(
+        api_key=os.environ.get(KEY) or None if api_key is None else api_key,
+        max_queue=max_queue,
+        max_body=max_body,
+        timeout=timeout,
+        grace=grace,
+        cors=tuple(cors or ()),
+    )
+    set_up(as_json=log_json)
+    _run(host, port, settings, lambda: opt.load_llm(ctx.params))
+
+
+def _run(host: str, port: int, settings: Settings, make: Callable[[], LLM]) -> None:
+    from foretell.server import Worker, create_app
+    from foretell.server.metrics import Metrics
+    from foretell.server.serving import Server, listen
+
+    listener = listen(host, port)
+    metrics = Metrics()
+    app = create_app(Worker(make, settings.max_queue, metrics), settings, metrics)
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    stderr().print(f"{address}/v1: loading the model", style="dim")
+    server = Server(app, listener, lambda: stderr().print(f"{address}/v1 is ready", style="dim"))
+    server.run_here()
+    if server.failed:
+        sys.exit(1)

@@ -1,0 +1,173 @@
+"""What clients send. Every field here has an effect; any other is refused by name.
+
+Temperature is 1 where a client says nothing, as in OpenAI's interface. A field's range is checked by
+`SamplingParams`. The shapes of `/stats` and of `foretell` in answers are in docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretell.errors import InputError
+from foretell.types import SamplingParams
+
+DEFAULT_COMPLETION = 16  # OpenAI's max_tokens of a completion
+
+
+class Body(BaseModel):
+    """Strict: a number is no string, and what is unknown is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message. `refusal` is what OpenAI's clients send back with an answer: nothing."""
+
+    role: str
+    content: str | list[TextPart]
+    refusal: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For the chat template, pieces joined."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last chunk tells what was used."""
+
+    include_usage: bool = False
+
+
+class Wishes(Body):
+    """What only this server tells. `tokens`: every chunk names its tokens and who proposed them."""
+
+    tokens: bool = False
+
+
+class Sampled(Body):
+    """Fields of both kinds of request. None = not given."""
+
+    model: str
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = Field(1, ge=1, le=128)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logit_bias: dict[str, float] | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    foretell: Wishes = Wishes()
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that the answer may have; None = as many as fit."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Log-probabilities of so many alternatives are wanted; None = of no token."""
+        return None
+
+    def params(self, room: int) -> SamplingParams:
+        """How the answer is sampled.
+
+        Args:
+            room: tokens that the answer can have at most.
+
+        Raises:
+            InputError: a value out of range, or fields that contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InputError("stream_options belongs to stream, which is not set")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=room if self.limit is None else self.limit,
+            min_tokens=self.min_tokens,
+            stop=(*stop, *(self.stop_token_ids or ())),
+            logit_bias=_bias(self.logit_bias or {}),
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logprobs=self.alternatives,
+            n=self.n,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class ChatRequest(Sampled):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """See `Sampled`; the newer name means the same."""
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise InputError("max_tokens and max_completion_tokens differ", hint="give one of them")
+        return both.pop() if both else None
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `Sampled`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InputError("top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Sampled):
+    """Body of `/v1/completions`: one prompt or several, as text or as token ids."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = DEFAULT_COMPLETION
+    logprobs: int | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """See `Sampled`."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, as a list."""
+        given: Any = self.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], int):
+            return [given]
+        return list(given)
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    """JSON's keys are text; token ids are numbers."""
+    if bad := [key for key in given if not (key.isascii() and key.isdigit())]:
+        raise InputError(f"logit_bias must map token ids to numbers, got the key {bad[0]!r}")
+    return {int(key): value for key, value in given.items()}
