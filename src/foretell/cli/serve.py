@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 KEY = "FORETELL_API_KEY"
 
 
+HostOpt = Annotated[str, typer.Option("--host", help="Address to listen on.", show_default=True)]
+PortOpt = Annotated[
+    int, typer.Option("--port", help="Port to listen on; 0 takes a free one.", show_default=True)
+]
+KeyOpt = Annotated[
+    str | None, typer.Option("--api-key", help=f"What clients must send as bearer token.  [default: ${KEY}]")
+]
+BatchOpt = Annotated[int, typer.Option("--max-batch", help="Answers that run at once.", show_default=True)]
+QueueOpt = Annotated[
+    int, typer.Option("--max-queue", help="Answers that may wait beside them.", show_default=True)
+]
+BodyOpt = Annotated[int, typer.Option("--max-body", help="Bytes that a request may have.", show_default=True)]
+TimeoutOpt = Annotated[
+    float, typer.Option("--timeout", help="Seconds that a request may take.", show_default=True)
+]
+GraceOpt = Annotated[
+    float, typer.Option("--grace", help="Seconds to finish answers in, once told to stop.", show_default=True)
+]
+CorsOpt = Annotated[list[str] | None, typer.Option("--cors", help="Origin whose pages may call; repeatable.")]
+LogOpt = Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object per line.")]
+
+
 def serve(
     ctx: typer.Context,
     model: opt.ModelOpt = "smollm2-135m",
@@ -27,36 +49,16 @@ def serve(
     drafter_opt: opt.DrafterOptOpt = None,
     draft_tokens: opt.DraftTokensOpt = None,
     verify: opt.VerifyOpt = "coupled",
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on.", show_default=True)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", help="Port to listen on; 0 takes a free one.", show_default=True)
-    ] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", help=f"What clients must send as bearer token.  [default: ${KEY}]"),
-    ] = None,
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", help="Answers that run at once.", show_default=True)
-    ] = 16,
-    max_queue: Annotated[
-        int, typer.Option("--max-queue", help="Answers that may wait beside them.", show_default=True)
-    ] = 64,
-    max_body: Annotated[
-        int, typer.Option("--max-body", help="Bytes that a request may have.", show_default=True)
-    ] = 4 << 20,
-    timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds that a request may take.", show_default=True)
-    ] = 600.0,
-    grace: Annotated[
-        float,
-        typer.Option("--grace", help="Seconds to finish answers in, once told to stop.", show_default=True),
-    ] = 30.0,
-    cors: Annotated[
-        list[str] | None, typer.Option("--cors", help="Origin whose pages may call; repeatable.")
-    ] = None,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object per line.")] = False,
+    host: HostOpt = "127.0.0.1",
+    port: PortOpt = 8000,
+    api_key: KeyOpt = None,
+    max_batch: BatchOpt = 16,
+    max_queue: QueueOpt = 64,
+    max_body: BodyOpt = 4 << 20,
+    timeout: TimeoutOpt = 600.0,
+    grace: GraceOpt = 30.0,
+    cors: CorsOpt = None,
+    log_json: LogOpt = False,
     device: opt.DeviceOpt = "auto",
     impl: opt.ImplOpt = "auto",
     weights: opt.WeightsOpt = "stored",

@@ -220,6 +220,7 @@ class Engine:
     def _admit(self) -> None:
         """Tells drafter and reader who comes and goes."""
         changes = self._scheduler.begin()
+        self.stats.preempted += len(changes.put_back)
         for request in changes.put_back:
             self._leave(request)
         for request in changes.admitted:

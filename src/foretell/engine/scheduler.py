@@ -97,17 +97,18 @@ class Scheduler:
             most: tokens of prompts that all of them read together while nobody is answering yet.
         """
         answering = any(request.unread == 1 for request in self.running)
-        left = max(1, most // _MIXED) if answering else most
+        budget = left = max(1, most // _MIXED) if answering else most
         shares: list[tuple[Request, int]] = []
         for request in self.running:
-            if request.unread == 1:
-                shares.append((request, 1))
-            elif left and not self._better_later(request, [other for other, _ in shares]):
-                rows = _portion(request.unread, left, first=not shares)
-                left -= rows
-                if rows:
-                    request.begun = True
-                    shares.append((request, rows))
+            if request.unread > 1 and (not left or self._better_later(request, [r for r, _ in shares])):
+                continue
+            rows = _portion(request.unread, left, first=left == budget) if request.unread > 1 else 1
+            if not rows:
+                continue
+            if not request.begun:
+                self._first(request)
+            left -= rows if request.unread > 1 else 0
+            shares.append((request, rows))
         return shares
 
     def remove(self, request: Request) -> None:
@@ -181,6 +182,13 @@ class Scheduler:
             self._put_back(able[-1], changes)
             self.waiting.remove(able[-1])
             self._queue(able[-1])
+
+    def _first(self, request: Request) -> None:
+        """The request reads its first tokens, or reads them again."""
+        assert request.lease is not None
+        request.begun = True
+        if not request.stats.preempted:
+            request.stats.reused = request.lease.length
 
     def _better_later(self, request: Request, others: Sequence[Request]) -> bool:
         """Takes what others hold of the request's prompt, before it reads anything. Whether one of them is

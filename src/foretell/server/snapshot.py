@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from foretell.api import LLM
@@ -48,7 +49,7 @@ def shape_of(llm: LLM, settings: Settings) -> Shape:
     name = llm.loaded.name
     target = llm.loaded.model
     return Shape(
-        model=name.rstrip("/").rpartition("/")[2] if llm.loaded.folder.name in name else name,
+        model=Path(name).name if Path(name).exists() else name,
         served=name,
         impl=target.impl,
         weights=target.weights,
