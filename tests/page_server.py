@@ -20,29 +20,30 @@ SCRIPT = [
     (" scattering", "target", 1),
     *((":\n", "suffix", 1), ("short", "suffix", 2), (" waves", "suffix", 3), (" are", "suffix", 4)),
     *((" sc", "target", 5), ("attered", "target", 1), (" more", "target", 1), (" <b>", "target", 1)),
-    *(("", "target", 1), ("ü", "target", 1), (".", "target", 1)),
+    *((b"\xc3", "target", 1), (b"\xbc", "target", 1), (".", "target", 1)),
 ]  # fmt: skip
 
 STATS: dict[str, Any] = {
-    "model": "smollm2-135m",
-    "drafter": "suffix+mtp",
-    "drafters": ["suffix+mtp", "none"],
-    "origins": ["suffix", "mtp"],
-    "rule": "coupled",
-    "plain_tokens_per_s": 41.0,
-    "running": 0,
-    "waiting": 0,
+    "server": {
+        "model": "smollm2-135m",
+        "drafters": ["suffix", "mtp"],
+        "rule": "coupled",
+        "lossless": True,
+    },
+    "planner": {"cost_ms": {"1": 1000 / 41, "2": 25.0}},
     "totals": {"drafts": 40, "al": 2.6, "marginal_acceptance": [0.8, 0.55, 0.35, 0.2, 0.1, 0.05, 0.0, 0.0]},
 }
 
 
 def token(index: int) -> dict[str, Any]:
     text, origin, place = SCRIPT[index]
-    top = [{"id": 100 + index, "text": text, "logprob": -0.25}]
+    named: dict[str, Any] = {"id": 100 + index, "text": text}
+    if isinstance(text, bytes):
+        named |= {"text": "bytes:" + "".join(f"\\x{byte:02x}" for byte in text), "bytes": list(text)}
+    top = [{**named, "logprob": -0.25}]
     top += [{"id": 7, "text": "\n", "logprob": -2.0}, {"id": 8, "text": " other", "logprob": -3.5}]
     return {
-        "id": 100 + index,
-        "text": text,
+        **named,
         "drafted": origin != "target",
         "origin": origin,
         "place": place,
@@ -58,7 +59,7 @@ class Stand(BaseHTTPRequestHandler):
         """Silent."""
 
     def do_GET(self) -> None:
-        name = self.path.split("?")[0].lstrip("/") or "index.html"
+        name = self.path.split("?")[0].removeprefix("/page").lstrip("/") or "index.html"
         if name == "stats":
             if self.server.down:  # type: ignore[attr-defined]
                 self.send_error(503)
@@ -88,9 +89,13 @@ class Stand(BaseHTTPRequestHandler):
         count = len(SCRIPT) * (20 if "long" in said else 1)
         for start in range(0, count, 2):
             tokens = [token(i % len(SCRIPT)) for i in range(start, start + 2)]
-            if asked["foretell"]["drafter"] == "none":
+            if not asked["foretell"]["draft"]:
                 tokens = [{**t, "drafted": False, "origin": "target", "place": 1} for t in tokens]
-            delta = {"content": "".join(t["text"] for t in tokens)}
+            parts = [SCRIPT[i % len(SCRIPT)][0] for i in range(start, start + 2)]
+            data = b"".join(part if isinstance(part, bytes) else part.encode() for part in parts)
+            if data == b" <b>\xc3":  # the character comes with the next chunk
+                data = b" <b>"
+            delta = {"content": data.decode().replace("\ufffd", "")} if data[0] != 0xBC else {"content": "ü."}
             self._event(
                 {"choices": [{"delta": delta, "finish_reason": None}], "foretell": {"tokens": tokens}}
             )
@@ -98,7 +103,7 @@ class Stand(BaseHTTPRequestHandler):
             if "break" in said and start == 8:
                 return
         stats = {"tokens_per_s": 98.4, "accepted": 9, "drafted": 14, "al": 2.8}
-        facts = {"tokens": [], "stats": stats, "seed": 7, "lossless": True}
+        facts = {"tokens": [], "stats": [stats], "seeds": [7], "lossless": True}
         self._event({"choices": [{"delta": {}, "finish_reason": "stop"}], "foretell": facts})
         self.wfile.write(b"data: [DONE]\n\n")
 

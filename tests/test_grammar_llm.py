@@ -172,7 +172,7 @@ def test_masks_of_a_real_vocabulary_are_those_of_its_bytes(smollm):
     """49,152 tokens: allowed is what the expression's first characters allow, and no special token."""
     import torch
 
-    matcher = smollm.engine._constrain(Grammar("regex", "(Paris|Parma|Oslo)"))
+    matcher = smollm.engine.constrain(Grammar("regex", "(Paris|Parma|Oslo)"))
     scores = torch.zeros(smollm.loaded.model.vocab_size)
     matcher.restrict(scores, [])
     pieces = smollm.tokenizer.pieces()

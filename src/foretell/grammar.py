@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretell.errors import InputError
+from foretell.errors import GrammarError, InputError
 from foretell.json_schema import check_regex, check_schema
 from foretell.models.tokenizer import Tokenizer
 from foretell.types import Grammar
@@ -102,8 +102,9 @@ class GrammarCompiler:
         """A matcher at the beginning of an answer.
 
         Raises:
-            InputError: xgrammar is missing, the grammar is malformed or asks for what cannot be enforced, or
-                no answer can begin; or the model has no end token.
+            GrammarError: the grammar is malformed, asks for what cannot be enforced, or allows no answer;
+                or the model has no end token.
+            InputError: xgrammar is missing.
         """
         import_xgrammar()
         import xgrammar
@@ -112,21 +113,23 @@ class GrammarCompiler:
             self._compiler = self._new_compiler()
         try:
             compiled = _compile(self._compiler, grammar)
-        except InputError:
+        except GrammarError:
             raise
         except (RuntimeError, ValueError, TypeError) as error:
-            raise InputError(f"the grammar ({grammar.kind}) cannot be used: {_reason(error)}") from None
+            raise GrammarError(f"the grammar ({grammar.kind}) cannot be used: {_reason(error)}") from None
         bits_W = xgrammar.allocate_token_bitmask(1, self._vocabulary)[0]
         matcher = xgrammar.GrammarMatcher(compiled)
         if matcher.fill_next_token_bitmask(bits_W[None]) and not bool(bits_W.any()):
-            raise InputError(f"the grammar ({grammar.kind}) allows no answer: nothing can be its first token")
+            raise GrammarError(
+                f"the grammar ({grammar.kind}) allows no answer: nothing can be its first token"
+            )
         return GrammarMatcher(matcher, bits_W)
 
     def _new_compiler(self) -> xgrammar.GrammarCompiler:
         import xgrammar
 
         if not self._end_ids:
-            raise InputError("a grammar needs a model with an end token; this one names none")
+            raise GrammarError("a grammar needs a model with an end token; this one names none")
         pieces = self._tokenizer.pieces()[: self._vocabulary]
         texts = [b"" if piece is None or piece.special else piece.data for piece in pieces]
         info = xgrammar.TokenizerInfo(
@@ -180,10 +183,10 @@ def _check_tags(part: Any, depth: int = 0) -> None:
     """The schemas inside a structural tag.
 
     Raises:
-        InputError: one of them cannot be enforced.
+        GrammarError: one of them cannot be enforced.
     """
     if depth > _DEEPEST:
-        raise InputError(f"structural_tag is nested deeper than {_DEEPEST} levels")
+        raise GrammarError(f"structural_tag is nested deeper than {_DEEPEST} levels")
     if isinstance(part, dict):
         if part.get("type") == "json_schema" and "json_schema" in part:
             check_schema(part["json_schema"])

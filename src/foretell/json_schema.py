@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretell.errors import InputError
+from foretell.errors import GrammarError
 
 FORMATS = (
     "date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
@@ -57,19 +57,19 @@ def check_schema(schema: Any, place: str = "json_schema", depth: int = 0, *, kin
         kind: the type of what it describes, where that is known without saying.
 
     Raises:
-        InputError: it names the part and the keyword.
+        GrammarError: it names the part and the keyword.
     """
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise InputError(f"{place} must be a schema, got {schema!r}"[:200])
+        raise GrammarError(f"{place} must be a schema, got {schema!r}"[:200])
     if depth > _DEEPEST:
-        raise InputError(f"json_schema is nested deeper than {_DEEPEST} levels")
+        raise GrammarError(f"json_schema is nested deeper than {_DEEPEST} levels")
     allowed = _NOTES | _keywords(schema, place, kind)
     for keyword in schema:
         if keyword not in allowed:
             hint = "anyOf says the same where only one can hold" if keyword == "oneOf" else _hint(keyword)
-            raise InputError(f"{place}: {keyword!r} cannot be enforced here", hint=hint)
+            raise GrammarError(f"{place}: {keyword!r} cannot be enforced here", hint=hint)
     _check_values(schema, place)
     for where, part in _parts(schema):
         own = "string" if where.endswith("propertyNames") else None
@@ -81,7 +81,7 @@ def check_regex(pattern: str, place: str = "regex") -> None:
     left out.
 
     Raises:
-        InputError: it names the place.
+        GrammarError: it names the place.
     """
     inside, depth, last = False, 0, len(pattern) - 1
     for match in re.finditer(r"\\.|.", pattern, re.S):
@@ -94,7 +94,7 @@ def check_regex(pattern: str, place: str = "regex") -> None:
         first = position == 0 or (pattern[position - 1] == "|" and depth == 0)
         ends = position == last or (pattern[position + 1] == "|" and depth == 0)
         if (char == "^" and not first) or (char == "$" and not ends):
-            raise InputError(f"{place}: {char!r} at character {position + 1} cannot be enforced there")
+            raise GrammarError(f"{place}: {char!r} at character {position + 1} cannot be enforced there")
 
 
 def _hint(keyword: str) -> str | None:
@@ -110,7 +110,7 @@ def _keywords(schema: Mapping[str, Any], place: str, kind: str | None) -> set[st
     types = schema.get("type", kind or _implied(schema))
     listed = types if isinstance(types, list) else [types] if types is not None else []
     if bad := [each for each in listed if not isinstance(each, str) or each not in _OF_TYPE]:
-        raise InputError(f"{place}: type must be of {', '.join(_OF_TYPE)}, got {bad[0]!r}")
+        raise GrammarError(f"{place}: type must be of {', '.join(_OF_TYPE)}, got {bad[0]!r}")
     return {"type"}.union(*(_OF_TYPE[each] for each in listed))
 
 
@@ -125,7 +125,7 @@ def _check_values(schema: Mapping[str, Any], place: str) -> None:
     for keyword, value in schema.items():
         shape = _SHAPES.get(keyword)
         if shape is not None and (not isinstance(value, shape) or isinstance(value, bool)):
-            raise InputError(f"{place}: {keyword} has a wrong value, {value!r}"[:300])
+            raise GrammarError(f"{place}: {keyword} has a wrong value, {value!r}"[:300])
     wrong = {
         "$ref": re.fullmatch("#|#/.*", schema.get("$ref", "#")) is None,
         "allOf": len(schema.get("allOf", [{}])) != 1,
@@ -136,19 +136,19 @@ def _check_values(schema: Mapping[str, Any], place: str) -> None:
     }
     for keyword, is_wrong in wrong.items():
         if is_wrong:
-            raise InputError(f"{place}: {keyword} {schema[keyword]!r} cannot be enforced"[:300])
+            raise GrammarError(f"{place}: {keyword} {schema[keyword]!r} cannot be enforced"[:300])
     _check_together(schema, place)
     properties = schema.get("properties", {})
     if absent := [name for name in schema.get("required", ()) if name not in properties]:
-        raise InputError(f"{place}: required {absent[0]!r} is not among the properties")
+        raise GrammarError(f"{place}: required {absent[0]!r} is not among the properties")
     for pattern in schema.get("patternProperties", {}):
         if twice := [name for name in properties if _finds(pattern, name, place)]:
-            raise InputError(f"{place}: property {twice[0]!r} is one of patternProperties too")
+            raise GrammarError(f"{place}: property {twice[0]!r} is one of patternProperties too")
     for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", {})):
         check_regex(pattern, f"{place}: pattern {pattern!r}")
     values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
     if "type" in schema and (bad := [value for value in values if not _is(value, schema["type"])]):
-        raise InputError(f"{place}: {bad[0]!r} is not of type {schema['type']!r}")
+        raise GrammarError(f"{place}: {bad[0]!r} is not of type {schema['type']!r}")
 
 
 def _check_together(schema: Mapping[str, Any], place: str) -> None:
@@ -164,7 +164,7 @@ def _check_together(schema: Mapping[str, Any], place: str) -> None:
         ),
     ):
         if both:
-            raise InputError(f"{place}: {one} and {other} cannot both be enforced")
+            raise GrammarError(f"{place}: {one} and {other} cannot both be enforced")
 
 
 def _is(value: Any, types: str | Sequence[str]) -> bool:
@@ -179,7 +179,7 @@ def _finds(pattern: str, name: str, place: str) -> bool:
     try:
         return re.search(pattern, name) is not None
     except re.error as error:
-        raise InputError(f"{place}: patternProperties {pattern!r} is no expression: {error}") from None
+        raise GrammarError(f"{place}: patternProperties {pattern!r} is no expression: {error}") from None
 
 
 def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:

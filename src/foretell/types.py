@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foretell.errors import InputError
+from foretell.errors import GrammarError, InputError
 
 MIN_TEMPERATURE = 1e-4  # below, scores divided by it leave fp32
 FinishReason = str  # "stop" (end token or stop string), "length", "abort", "error"
@@ -59,6 +59,12 @@ class Grammar:
     source: str = ""
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except InputError as error:
+            raise GrammarError(error.message) from None
+
+    def _check(self) -> None:
         _require(self.kind in GRAMMAR_KINDS, "grammar.kind", self.kind, f"one of {', '.join(GRAMMAR_KINDS)}")
         _require(isinstance(self.source, str), "grammar.source", self.source, "text")
         size = len(self.source)

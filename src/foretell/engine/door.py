@@ -38,7 +38,7 @@ def check(prompt: Sequence[int], params: SamplingParams, target: TargetModel, *,
 
 
 def constraint_of(
-    grammar: Grammar | None, constrain: Callable[[Grammar], Constraint] | None
+    grammar: Grammar | None, *, constrain: Callable[[Grammar], Constraint] | None
 ) -> Constraint | None:
     """What a request's grammar allows; None = it has none.
 

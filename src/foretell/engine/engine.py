@@ -20,7 +20,7 @@ from foretell.drafters import AttendingDrafter, BorrowingDrafter, Drafter, looks
 from foretell.engine.accounting import Accounts, Clock
 from foretell.engine.detokenize import Detokenizer
 from foretell.engine.door import check, constraint_of
-from foretell.engine.request import Request
+from foretell.engine.request import PLAIN, Request
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.verification import likeliest, verify
 from foretell.engine.work import Work, emit, observed
@@ -57,6 +57,7 @@ class Engine:
         planner: see there.
         last: what the last step did.
         lossy: whether decoding reads less than everything.
+        constrain: see there; may be called on any thread.
         failures: what ended requests in the last step.
     """
 
@@ -83,7 +84,7 @@ class Engine:
         self._accounts = Accounts(drafter.expects)
         self._drafter = drafter
         self._decode = decode
-        self._constrain = constrain
+        self.constrain = constrain
         self._reader = reader
         self._needs = drafter.needs | (NO_NEEDS if reader is None else reader.needs)
         if isinstance(drafter, BorrowingDrafter):
@@ -124,7 +125,13 @@ class Engine:
         return min(self.target.max_context, self.cache.arena.slots - self.planner.max_draft) - prompt
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, end_ids: frozenset[int], answer: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        end_ids: frozenset[int],
+        answer: int = 0,
+        *,
+        drafts: bool = True,
     ) -> Request:
         """Queues a prompt.
 
@@ -133,6 +140,7 @@ class Engine:
             params: how to sample.
             end_ids: the model's end tokens.
             answer: index among `params.n` answers; moves the seed.
+            drafts: False = it is decoded plainly.
 
         Raises:
             InputError: empty prompt, ids outside the vocabulary, no room in context or cache, a grammar that
@@ -158,10 +166,11 @@ class Engine:
                 ends,
                 draft_stream=self.rule.draft_stream,
                 needs_q=self.rule.needs_q,
-                constraint=constraint_of(params.grammar, self._constrain),
+                constraint=constraint_of(params.grammar, constrain=self.constrain),
             ),
             detokenizer=None if self._decode is None else Detokenizer(self._decode),
             seed=seed,
+            drafts=drafts,
         )
         self._scheduler.submit(request)
         return request
@@ -257,7 +266,8 @@ class Engine:
         """What is verified per request, nothing for those whose prompt is still being read; and how many
         tokens were proposed."""
         ready = [request for request, share in shares if share == request.unread]
-        plans = self.planner.plan(ready)
+        planned = zip(ready, self.planner.plan(ready), strict=True)
+        plans = [plan if request.drafts else PLAIN for request, plan in planned]
         trees = self._drafter.propose(ready, plans)
         for request, plan, tree in zip(ready, plans, trees, strict=True):
             request.plan = plan

@@ -13,6 +13,8 @@ from foretell.sampling import Sampler
 from foretell.stats import StepStats
 from foretell.types import FinishReason, SamplingParams, StepPlan
 
+PLAIN = StepPlan(0, "the request wants no drafts")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -58,6 +60,7 @@ class Request:
         tokens: prompt and emitted tokens.
         capacity: slots that it can come to need: prompt, answer, and a draft behind them.
         origins, places: for each emitted token, see `Chunk`.
+        drafts: whether it may have any.
         lossless: whether every verdict so far was.
         plan: of its last step that could have had a draft.
         error: what ended it with the reason "error".
@@ -76,6 +79,7 @@ class Request:
     sampler: Sampler
     detokenizer: Detokenizer | None
     seed: int
+    drafts: bool = True
     lease: Lease | None = None
     finish_reason: FinishReason | None = None
     text: str = ""

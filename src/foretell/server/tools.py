@@ -177,6 +177,7 @@ class CallReader:
     calls: int = 0
     _rest: str = ""
     _inside: bool = False  # whether `_rest` belongs to the arguments of the last call
+    _said: str = ""  # of them
     _after: bool = False  # whether no text has come since the last call
 
     def push(self, text: str) -> list[Delta]:
@@ -193,7 +194,8 @@ class CallReader:
         """What is left where the answer ends, be it in the middle of a call."""
         rest, self._rest = self._rest, ""
         if self._inside:
-            return [Delta(self.calls - 1, rest)] if rest else []
+            whole = _is_json(self._said)  # then what is left began to end the call
+            return [Delta(self.calls - 1, rest)] if rest and not whole else []
         return self._say(rest)
 
     def _text(self) -> list[Delta]:
@@ -206,6 +208,7 @@ class CallReader:
         if (head := _HEAD.match(self._rest)) is None:
             return said
         self._rest, self._inside, self.calls = self._rest[head.end() :], True, self.calls + 1
+        self._said = ""
         return [*said, Delta(self.calls - 1, "", json.loads(head[1]))]
 
     def _arguments(self) -> list[Delta]:
@@ -216,6 +219,7 @@ class CallReader:
         else:
             text, self._rest = self._rest[:at], self._rest[at + len(_END) :]
             self._inside, self._after = False, True
+        self._said += text
         return [Delta(index, text)] if text else []
 
     def _say(self, text: str) -> list[Delta]:
@@ -223,6 +227,14 @@ class CallReader:
             text = text.lstrip("\n")
         self._after = self._after and not text
         return [Delta(None, text)] if text else []
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _overlap(text: str, end: str) -> int:

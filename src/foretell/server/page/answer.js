@@ -21,13 +21,17 @@ const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
   return value >= 99.95 ? "100 %" : `${value < 0.1 ? value.toPrecision(1) : value.toFixed(1)} %`;
 };
-const visible = (text) => (text === "" ? "(part of a character)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥"));
+const visible = (token) => {
+  if (token.bytes) return `bytes ${token.bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")}`;
+  return token.text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+};
 
 export class Answer {
   constructor(log, detail, tip, origins) {
     Object.assign(this, { log, detail, tip, origins });
     this.tokens = [];
     this.spans = [];
+    this.bytes = new TextDecoder();
     this.steps = []; // tokens of each step so far: {drafted, own}
     this.times = []; // [milliseconds, tokens so far] per chunk
     this.text = "";
@@ -64,7 +68,7 @@ export class Answer {
   add(token) {
     const span = document.createElement("span");
     span.className = "token";
-    span.textContent = token.text;
+    span.textContent = this.shown(token);
     const origin = this.origins.indexOf(token.origin);
     if (token.drafted) span.dataset.origin = String(Math.max(0, Math.min(origin, 3)));
     span.dataset.index = String(this.tokens.length);
@@ -73,6 +77,23 @@ export class Answer {
     this.body.append(span);
     if (token.place === 1 || !this.steps.length) this.steps.push({ drafted: 0, own: 0 });
     this.steps.at(-1)[token.drafted ? "drafted" : "own"] += 1;
+  }
+
+  /** What a token adds to the text: nothing for a special one; bytes show once they are characters. */
+  shown(token) {
+    if (token.special) return "";
+    return token.bytes ? this.bytes.decode(new Uint8Array(token.bytes), { stream: true }) : token.text;
+  }
+
+  /** A stop string may end the text within a token. */
+  trim() {
+    let surplus = this.spans.reduce((sum, span) => sum + span.textContent.length, 0) - this.text.length;
+    for (const span of this.spans.toReversed()) {
+      if (surplus <= 0 || !this.body.textContent.startsWith(this.text)) break;
+      const kept = Math.max(0, span.textContent.length - surplus);
+      surplus -= span.textContent.length - kept;
+      span.textContent = span.textContent.slice(0, kept);
+    }
   }
 
   /** Tokens per second after every chunk but the first, over the last few. */
@@ -86,6 +107,7 @@ export class Answer {
   /** Ends the answer; `note` says why it is not whole. */
   end(note, plain, failed = false) {
     this.element.classList.remove("running");
+    if (this.tokens.length) this.trim();
     if (note) {
       const line = document.createElement("p");
       line.className = failed ? "failed" : "quiet foot";
@@ -94,7 +116,7 @@ export class Answer {
       this.element.append(line);
     }
     if (!this.facts) return;
-    const { stats, seed, lossless } = this.facts;
+    const { stats: [stats], seeds: [seed], lossless } = this.facts;
     const parts = [`${this.tokens.length} tokens`, `${stats.tokens_per_s.toFixed(1)} tokens/s`];
     if (plain) parts.push(`${(stats.tokens_per_s / plain).toFixed(2)}× plain`);
     parts.push(`${stats.accepted} of ${stats.drafted} drafted kept`, `AL ${stats.al.toFixed(2)}`);
@@ -141,8 +163,9 @@ export class Answer {
     const who = token.drafted
       ? `drafted by ${token.origin}, place ${token.place} in its draft`
       : `the model's own, place ${token.place} in its step`;
-    const chance = token.logprob === null ? "" : `, ${percent(token.logprob)}`;
-    this.tip.textContent = `${who}${chance}`;
+    const known = token.logprob !== undefined;
+    this.tip.replaceChildren(`${who}${known ? `, ${percent(token.logprob)}` : ""}`);
+    if (token.top?.length) this.tip.append(alternatives(token));
     const line = (name, value) => {
       const p = document.createElement("p");
       const strong = document.createElement("strong");
@@ -151,10 +174,10 @@ export class Answer {
       return p;
     };
     const code = document.createElement("code");
-    code.textContent = visible(token.text);
+    code.textContent = visible(token);
     const rows = [line(`${index + 1}.`, code), line("Id", String(token.id)), line("Origin", who)];
-    if (token.logprob !== null) rows.push(line("Probability", percent(token.logprob)));
-    if (token.top.length) rows.push(alternatives(token));
+    if (known) rows.push(line("Probability", percent(token.logprob)));
+    if (token.top?.length) rows.push(alternatives(token));
     this.detail.replaceChildren(...rows);
   }
 }
@@ -166,7 +189,7 @@ function alternatives(token) {
   for (const other of token.top) {
     const row = rows.insertRow();
     const code = document.createElement("code");
-    code.textContent = visible(other.text);
+    code.textContent = visible(other);
     row.insertCell().append(code);
     const number = row.insertCell();
     number.className = "number";

@@ -32,24 +32,39 @@ function startTheme() {
 
 async function refresh() {
   try {
-    const reply = await fetch("stats", { cache: "no-store" });
-    if (!reply.ok) throw new Error(`GET /stats answered ${reply.status}`);
+    const reply = await fetch("stats", { cache: "no-store", headers: headers() });
+    by("key-field").hidden = reply.status !== 401;
+    if (!reply.ok) throw new Error(await reasonOf(reply));
+    const stats = await reply.json();
     const first = state.server === null;
-    state.server = await reply.json();
+    state.server = { ...stats.server, plain: plainRate(stats.planner) };
     if (first) introduce(state.server);
     by("banner").hidden = true;
-    drawAcceptance(by("acceptance"), by("acceptance-note"), state.server.totals);
+    drawAcceptance(by("acceptance"), by("acceptance-note"), stats.totals);
   } catch (error) {
-    by("trouble").textContent = `The server cannot be reached (${error.message}).`;
+    by("trouble").textContent = `The server does not answer: ${error.message}.`;
     by("banner").hidden = false;
   }
 }
 
+function headers() {
+  const key = by("key").value || sessionStorage.getItem("key");
+  if (by("key").value) sessionStorage.setItem("key", key);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+/** Tokens per second of plain decoding, by the planner's measured cost of a step of one row; or null. */
+function plainRate(planner) {
+  const milliseconds = planner.cost_ms?.["1"];
+  return milliseconds ? 1000 / milliseconds : null;
+}
+
 function introduce(server) {
-  by("model").textContent = `${server.model}, drafter ${server.drafter}, verified by ${server.rule}`;
-  by("drafter").replaceChildren(...server.drafters.map((name) => {
-    return new Option(name === "none" ? "none (plain decoding)" : name, name);
-  }));
+  const who = server.drafters.join("+");
+  by("model").textContent = `${server.model}, drafter ${who || "none"}, verified by ${server.rule}`;
+  if (!server.lossless) by("model").textContent += " (LOSSY)";
+  by("drafter").replaceChildren(new Option("none (plain decoding)", "none"));
+  if (who) by("drafter").prepend(new Option(who, "drafter", true, true));
   const entry = (text, origin) => {
     const item = document.createElement("li");
     const sample = document.createElement("span");
@@ -59,8 +74,8 @@ function introduce(server) {
     item.append(sample);
     return item;
   };
-  by("legend").replaceChildren(entry("the model itself", -1), ...server.origins.map((name, i) => entry(name, i)));
-  drawRate(by("rate"), by("rate-note"), [], server.plain_tokens_per_s);
+  by("legend").replaceChildren(entry("the model itself", -1), ...server.drafters.map((name, i) => entry(name, i)));
+  drawRate(by("rate"), by("rate-note"), [], server.plain);
   drawSteps(by("steps"), by("steps-note"), []);
 }
 
@@ -87,7 +102,7 @@ async function reasonOf(reply) {
   try {
     return (await reply.json()).error.message;
   } catch {
-    return `the server answered ${reply.status}`;
+    return `HTTP status ${reply.status}`;
   }
 }
 
@@ -100,7 +115,7 @@ function request(messages) {
     stream: true,
     temperature: by("temperature").valueAsNumber,
     max_tokens: by("max-tokens").valueAsNumber,
-    foretell: { tokens: true, drafter: by("drafter").value },
+    foretell: { tokens: true, top: 5, draft: by("drafter").value !== "none" },
   };
   if (by("seed").value) body.seed = by("seed").valueAsNumber;
   return body;
@@ -109,7 +124,7 @@ function request(messages) {
 async function ask(messages, answer, signal) {
   const reply = await fetch("v1/chat/completions", {
     method: "POST",
-    headers: { "Content-Type": "application/json" },
+    headers: { "Content-Type": "application/json", ...headers() },
     body: JSON.stringify(request(messages)),
     signal,
   });
@@ -117,7 +132,7 @@ async function ask(messages, answer, signal) {
   for await (const chunk of events(reply)) {
     if (chunk.error) throw new Error(chunk.error.message);
     answer.take(chunk);
-    drawRate(by("rate"), by("rate-note"), answer.rates(), state.server.plain_tokens_per_s);
+    drawRate(by("rate"), by("rate-note"), answer.rates(), state.server.plain);
     drawSteps(by("steps"), by("steps-note"), answer.steps);
   }
 }
@@ -139,15 +154,15 @@ async function send() {
   by("hint").hidden = true;
   const asked = [...state.messages, { role: "user", content: text }];
   addMessage(by("log"), "user", "You").body.textContent = text;
-  const answer = new Answer(by("log"), by("detail"), by("tip"), state.server.origins);
+  const answer = new Answer(by("log"), by("detail"), by("tip"), state.server.drafters);
   by("prompt").value = "";
   setRunning(new AbortController());
   try {
     await ask(asked, answer, state.running.signal);
-    answer.end(null, state.server.plain_tokens_per_s);
+    answer.end(null, state.server.plain);
   } catch (error) {
     const stopped = error.name === "AbortError";
-    answer.end(stopped ? "Stopped." : `Failed: ${error.message}.`, state.server.plain_tokens_per_s, !stopped);
+    answer.end(stopped ? "Stopped." : `Failed: ${error.message}.`, state.server.plain, !stopped);
     if (!answer.text) by("prompt").value = text; // nothing was answered: it can be sent again
   } finally {
     if (answer.text) state.messages = [...asked, { role: "assistant", content: answer.text }];

@@ -1,7 +1,7 @@
 // Small plots in SVG: bars and one curve. Sizes are those of the viewBox; colours come from the style sheet.
 
 const WIDTH = 320;
-const HEIGHT = 110;
+const HEIGHT = 84;
 const BOX = { left: 34, right: 8, top: 10, bottom: 18 };
 const MOST = 60; // steps shown
 
