@@ -115,7 +115,7 @@ class Service:
 
         def end() -> None:
             self.worker.close(job)
-            self._note(job, facts)
+            self._note(job, writer, facts)
 
         return sse.EventStream(self._events(job, writer, deadline, facts), end, headers)
 
@@ -147,7 +147,7 @@ class Service:
             for task in (gone, collecting):
                 task.cancel()
             self.worker.close(job)
-        self._note(job, http.state.facts)
+        self._note(job, writer, http.state.facts)
         return writer.whole(job)
 
     async def _events(
@@ -171,10 +171,9 @@ class Service:
             return ApiError(error.status, str(error))
         return ApiError(504, f"the answer was not finished within {self.settings.timeout:g} s")
 
-    def _note(self, job: Job, facts: dict[str, Any]) -> None:
+    def _note(self, job: Job, writer: Writer, facts: dict[str, Any]) -> None:
         """For the log."""
-        facts["prompt_tokens"] = sum(request.prompt_length for request in job.requests)
-        facts["completion_tokens"] = sum(request.emitted for request in job.requests)
+        facts |= writer.usage(job)
         facts["finish_reasons"] = [request.finish_reason for request in job.requests]
         facts["first_token_ms"] = [round(1000 * seconds, 1) for seconds in job.first_s.values()]
 

@@ -38,6 +38,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        message = message.encode(errors="backslashreplace").decode()
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
@@ -75,7 +76,7 @@ def from_validation(problems: Sequence[Any]) -> ApiError:
             400, f"{param or 'the body'} is missing", param=param, code="missing_required_parameter"
         )
     if kind == "value_error" and isinstance(cause := first.get("ctx", {}).get("error"), InputError):
-        return ApiError(400, str(cause), param=param)
+        return from_input(cause, _FIELD.findall(cause.message)[:1])
     got = repr(first.get("input"))
     short = got if len(got) <= 80 else got[:77] + "..."
     return ApiError(400, f"{param or 'the body'}: {first['msg']}, got {short}", param=param)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from foretell.errors import InputError
 from foretell.server.forms import (
@@ -80,6 +80,15 @@ class Wishes(Body):
     draft: bool = True
 
 
+def _broken(value: Any) -> bool:
+    """Whether JSON's escapes made half a character somewhere in it."""
+    if isinstance(value, str):
+        return any("\ud800" <= char <= "\udfff" for char in value)
+    if isinstance(value, dict):
+        return any(_broken(item) for pair in value.items() for item in pair)
+    return isinstance(value, list) and any(_broken(item) for item in value if not isinstance(item, int))
+
+
 class Sampled(Body):
     """Fields of both kinds of request. None = not given."""
 
@@ -103,6 +112,14 @@ class Sampled(Body):
     stream_options: StreamOptions | None = None
     user: str | None = None
     foretell: Wishes = Wishes()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_characters(cls, data: Any) -> Any:
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if _broken(name) or _broken(value):
+                raise InputError(f"{name} is no UTF-8 text: it has half of a surrogate pair")
+        return data
 
     @property
     def limit(self) -> int | None:
