@@ -22,6 +22,7 @@ from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_dra
 from foretell.drafters.spec import Part, origins_of
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
 from foretell.errors import InputError, RankError
+from foretell.grammar import GrammarCompiler
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
@@ -197,6 +198,7 @@ class LLM:
             rule,
             self._planner(drafter, rule, draft_tokens, adaptive),
             decode=self.tokenizer.decode,
+            constrain=GrammarCompiler(self.tokenizer, self.loaded.model.vocab_size, self.loaded.end_ids),
             kv_slots=slots,
             max_batch=max_batch,
             prefill_chunk=PREFILL_CHUNK * ranks,

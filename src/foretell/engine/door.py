@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
-from foretell.types import SamplingParams
+from foretell.sampling import Constraint
+from foretell.types import Grammar, SamplingParams
 
 
 def check(prompt: Sequence[int], params: SamplingParams, target: TargetModel, *, has_text: bool) -> None:
@@ -34,3 +35,18 @@ def check(prompt: Sequence[int], params: SamplingParams, target: TargetModel, *,
             raise InputError(f"{name} token {bad[0]} is outside the vocabulary of {vocabulary}")
     if not has_text and params.stop_strings:
         raise InputError("stop strings need a tokenizer")
+
+
+def constraint_of(
+    grammar: Grammar | None, *, constrain: Callable[[Grammar], Constraint] | None
+) -> Constraint | None:
+    """What a request's grammar allows; None = it has none.
+
+    Raises:
+        InputError: it cannot be met, or there is no tokenizer.
+    """
+    if grammar is None:
+        return None
+    if constrain is None:
+        raise InputError("a grammar needs a tokenizer")
+    return constrain(grammar)

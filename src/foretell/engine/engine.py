@@ -19,17 +19,17 @@ from foretell.cache import KVCache, Lease
 from foretell.drafters import AttendingDrafter, BorrowingDrafter, Drafter, looks_ahead
 from foretell.engine.accounting import Accounts, Clock
 from foretell.engine.detokenize import Detokenizer
-from foretell.engine.door import check
-from foretell.engine.request import Request
+from foretell.engine.door import check, constraint_of
+from foretell.engine.request import PLAIN, Request
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.verification import likeliest, verify
 from foretell.engine.work import Work, emit, observed
 from foretell.models.base import ForwardOutput, TargetModel
 from foretell.planner import Planner, StepReport
-from foretell.sampling import Sampler
+from foretell.sampling import Constraint, Sampler
 from foretell.sparse import Reader
 from foretell.stats import StepStats
-from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, SamplingParams, Verdict
+from foretell.types import EMPTY_TREE, NO_NEEDS, DraftTree, Grammar, SamplingParams, Verdict
 from foretell.verify import Rule
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Engine:
         rule: how they are judged.
         planner: how many are made.
         decode: ids to text; None = requests have no text (and no stop strings).
+        constrain: what a grammar allows of this target's tokens; None = requests have no grammar.
         kv_slots: tokens of all running requests that the KV cache holds.
         max_batch: requests that run at once.
         prefill_chunk: tokens of prompts that one step reads; fewer while others are answering.
@@ -56,6 +57,7 @@ class Engine:
         planner: see there.
         last: what the last step did.
         lossy: whether decoding reads less than everything.
+        constrain: see there; may be called on any thread.
         failures: what ended requests in the last step.
     """
 
@@ -67,6 +69,7 @@ class Engine:
         planner: Planner,
         *,
         decode: Callable[[Sequence[int]], str] | None,
+        constrain: Callable[[Grammar], Constraint] | None = None,
         kv_slots: int,
         max_batch: int = 16,
         prefill_chunk: int = 512,
@@ -81,6 +84,7 @@ class Engine:
         self._accounts = Accounts(drafter.expects)
         self._drafter = drafter
         self._decode = decode
+        self.constrain = constrain
         self._reader = reader
         self._needs = drafter.needs | (NO_NEEDS if reader is None else reader.needs)
         if isinstance(drafter, BorrowingDrafter):
@@ -121,7 +125,13 @@ class Engine:
         return min(self.target.max_context, self.cache.arena.slots - self.planner.max_draft) - prompt
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, end_ids: frozenset[int], answer: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        end_ids: frozenset[int],
+        answer: int = 0,
+        *,
+        drafts: bool = True,
     ) -> Request:
         """Queues a prompt.
 
@@ -130,9 +140,11 @@ class Engine:
             params: how to sample.
             end_ids: the model's end tokens.
             answer: index among `params.n` answers; moves the seed.
+            drafts: False = it is decoded plainly.
 
         Raises:
-            InputError: empty prompt, ids outside the vocabulary, no room in context or cache.
+            InputError: empty prompt, ids outside the vocabulary, no room in context or cache, a grammar that
+                cannot be met.
         """
         check(prompt, params, self.target, has_text=self._decode is not None)
         tokens = list(prompt)
@@ -154,9 +166,11 @@ class Engine:
                 ends,
                 draft_stream=self.rule.draft_stream,
                 needs_q=self.rule.needs_q,
+                constraint=constraint_of(params.grammar, constrain=self.constrain),
             ),
             detokenizer=None if self._decode is None else Detokenizer(self._decode),
             seed=seed,
+            drafts=drafts,
         )
         self._scheduler.submit(request)
         return request
@@ -252,7 +266,8 @@ class Engine:
         """What is verified per request, nothing for those whose prompt is still being read; and how many
         tokens were proposed."""
         ready = [request for request, share in shares if share == request.unread]
-        plans = self.planner.plan(ready)
+        planned = zip(ready, self.planner.plan(ready), strict=True)
+        plans = [plan if request.drafts else PLAIN for request, plan in planned]
         trees = self._drafter.propose(ready, plans)
         for request, plan, tree in zip(ready, plans, trees, strict=True):
             request.plan = plan

@@ -13,6 +13,8 @@ from foretell.sampling import Sampler
 from foretell.stats import StepStats
 from foretell.types import FinishReason, SamplingParams, StepPlan
 
+PLAIN = StepPlan(0, "the request wants no drafts")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -32,6 +34,8 @@ class Chunk:
         text: new text; may be empty while a character or a possible stop string is incomplete.
         token_ids: new tokens.
         origins: for each new token, which drafter had proposed it, counted from 0; -1 = none had.
+        places: for each new token, its place among those of its step, from 1: of a drafted one the depth
+            in its draft.
         finish_reason: set in the last chunk.
     """
 
@@ -39,6 +43,7 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     origins: tuple[int, ...]
+    places: tuple[int, ...]
     finish_reason: FinishReason | None = None
 
     @property
@@ -54,7 +59,8 @@ class Request:
     Attributes:
         tokens: prompt and emitted tokens.
         capacity: slots that it can come to need: prompt, answer, and a draft behind them.
-        origins: for each emitted token, which drafter had proposed it; -1 = none had.
+        origins, places: for each emitted token, see `Chunk`.
+        drafts: whether it may have any.
         lossless: whether every verdict so far was.
         plan: of its last step that could have had a draft.
         error: what ended it with the reason "error".
@@ -73,6 +79,7 @@ class Request:
     sampler: Sampler
     detokenizer: Detokenizer | None
     seed: int
+    drafts: bool = True
     lease: Lease | None = None
     finish_reason: FinishReason | None = None
     text: str = ""
@@ -81,6 +88,7 @@ class Request:
     handed: int = 0
     closed: bool = False
     origins: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
     plan: StepPlan | None = None
@@ -114,15 +122,16 @@ class Request:
         assert self.lease is not None
         return len(self.tokens) - self.lease.length
 
-    def emit(self, token_id: int, logits_V: Tensor, origin: int) -> FinishReason | None:
-        """Adds one token of the target, `origin` as in `origins`; returns why the answer ends with it, if it
-        does.
+    def emit(self, token_id: int, logits_V: Tensor, origin: int, place: int) -> FinishReason | None:
+        """Adds one token of the target, `origin` and `place` as in `Chunk`; returns why the answer ends with
+        it, if it does.
 
         What belongs to a stop string and what comes after it is taken back: text, ids and
         log-probabilities alike.
         """
         self.tokens.append(token_id)
         self.origins.append(origin)
+        self.places.append(place)
         if self.params.logprobs is not None:
             self.logprobs.append(_logprob(logits_V, token_id, self.params.logprobs))
         if token_id in self.end_ids:
@@ -157,6 +166,7 @@ class Request:
             self.text[self.shown : text],
             tuple(self.output_ids[self.handed : ids]),
             tuple(self.origins[self.handed : ids]),
+            tuple(self.places[self.handed : ids]),
             self.finish_reason,
         )
         self.shown, self.handed = text, ids
@@ -193,7 +203,7 @@ class Request:
         self.text = self.text[: min(places)]
         kept = self.detokenizer.ids_for(len(self.text))
         del self.tokens[self.prompt_length + kept :]
-        del self.origins[kept:], self.logprobs[kept:]
+        del self.origins[kept:], self.places[kept:], self.logprobs[kept:]
         return True
 
 

@@ -35,7 +35,8 @@ def emit(part: Work, verdict: Verdict, logits_RV: Tensor, totals: StepStats) -> 
     for index, (token, above) in enumerate(zip(tokens, (-1, *verdict.path), strict=True)):
         drafted = index < len(verdict.path)
         accepted += drafted
-        if reason := request.emit(token, logits_RV[above + 1], part.tree.origin if drafted else -1):
+        origin = part.tree.origin if drafted else -1
+        if reason := request.emit(token, logits_RV[above + 1], origin, index + 1):
             request.finish(reason)
             break
     emitted = request.emitted - before  # negative where a stop string took back earlier tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretell.api import LLM
@@ -14,6 +14,7 @@ from foretell.models.tokenizer import Piece as TokenPiece
 from foretell.server.jobs import Job, Piece
 from foretell.server.logprobs import chat_logprobs, completion_logprobs
 from foretell.server.schemas import ChatRequest, CompletionRequest, Sampled
+from foretell.server.tools import CallReader, render
 
 TARGET = "target"  # who proposed a token that no drafter did
 
@@ -47,12 +48,30 @@ class Vocabulary:
         """The drafter's name."""
         return TARGET if origin < 0 else self.drafters[min(origin, len(self.drafters) - 1)]
 
-    def tokens(self, piece: Piece) -> list[dict[str, Any]]:
-        """The tokens of a piece, as `foretell.tokens` tells them."""
-        return [
-            {"id": i, "text": self.text(i), "drafted": origin >= 0, "origin": self.proposer(origin)}
-            for i, origin in zip(piece.token_ids, piece.origins, strict=True)
-        ]
+    def tokens(self, piece: Piece, top: int | None) -> list[dict[str, Any]]:
+        """The tokens of a piece, as `foretell.tokens` tells them, with `top` alternatives."""
+        told = []
+        for place, token_id in enumerate(piece.token_ids):
+            origin = piece.origins[place]
+            known = {"drafted": origin >= 0, "origin": self.proposer(origin), "place": piece.places[place]}
+            told.append({**self._named(token_id), **known})
+            if top is not None:
+                entry = piece.logprobs[place]
+                first = list(entry.top.items())[:top]
+                others = [{**self._named(other), "logprob": logprob} for other, logprob in first]
+                told[-1] |= {"logprob": entry.logprob, "top": others}
+        return told
+
+    def _named(self, token_id: int) -> dict[str, Any]:
+        """Id and text; the bytes where they are no whole characters, and whether it is a special token, of
+        which the answer's text has nothing."""
+        piece = self.pieces[token_id] if token_id < len(self.pieces) else None
+        named: dict[str, Any] = {"id": token_id, "text": self.text(token_id)}
+        if piece is None or piece.special:
+            named["special"] = True
+        elif named["text"].startswith("bytes:") and not piece.data.startswith(b"bytes:"):
+            named["bytes"] = list(piece.data)
+        return named
 
 
 @dataclass(slots=True)
@@ -61,6 +80,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    reader: CallReader = field(default_factory=CallReader)
 
     @property
     def length(self) -> int:
@@ -80,6 +100,7 @@ class Writer:
         self._asked = asked
         self._vocabulary = vocabulary
         self._chat = isinstance(asked, ChatRequest)
+        self._calls = isinstance(asked, ChatRequest) and bool(asked.callable[0])
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -107,7 +128,10 @@ class Writer:
         choice.text.append(piece.text)
         out: dict[str, Any] = {"index": piece.index, "logprobs": logprobs}
         out["finish_reason"] = piece.finish_reason
-        if self._chat:
+        if self._calls:
+            out["delta"] = self._call_delta(choice, piece)
+            out["finish_reason"] = _finish(choice, piece)
+        elif self._chat:
             out["delta"] = {"content": piece.text} if piece.text else {}
         else:
             out["text"] = piece.text
@@ -154,34 +178,60 @@ class Writer:
         text, last = "".join(choice.text), choice.pieces[-1]
         ids = tuple(i for piece in choice.pieces for i in piece.token_ids)
         origins = tuple(o for piece in choice.pieces for o in piece.origins)
+        places = tuple(p for piece in choice.pieces for p in piece.places)
         logprobs = tuple(p for piece in choice.pieces for p in piece.logprobs)
-        joined = Piece(index, text, ids, origins, logprobs, last.seconds, last.finish_reason)
+        joined = Piece(index, text, ids, origins, places, logprobs, last.seconds, last.finish_reason)
         out: dict[str, Any] = {
             "index": index,
             "logprobs": self._logprobs(joined, 0),
             "finish_reason": last.finish_reason,
         }
-        if self._chat:
+        if self._calls:
+            out["message"] = {"role": "assistant", "content": None, **self._call_delta(choice, joined)}
+            out["finish_reason"] = _finish(choice, joined)
+            for call in out["message"].get("tool_calls", ()):
+                del call["index"]
+        elif self._chat:
             out["message"] = {"role": "assistant", "content": text}
         else:
             out["text"] = text
         if self._asked.foretell.tokens:
-            out["foretell"] = {"tokens": self._vocabulary.tokens(joined)}
+            out["foretell"] = {"tokens": self._vocabulary.tokens(joined, self._asked.foretell.top)}
         return out
 
+    def _call_delta(self, choice: _Choice, piece: Piece) -> dict[str, Any]:
+        """What a piece adds to text and calls."""
+        deltas = choice.reader.push(piece.text)
+        if piece.finish_reason is not None:
+            deltas += choice.reader.end()
+        found: dict[str, Any] = {}
+        if text := "".join(delta.text for delta in deltas if delta.call is None):
+            found["content"] = text
+        calls: dict[int, dict[str, Any]] = {}
+        for delta in deltas:
+            if delta.call is None:
+                continue
+            call = calls.setdefault(delta.call, {"index": delta.call, "function": {"arguments": ""}})
+            if delta.name is not None:
+                call |= {"id": f"call-{self._head['id']}-{piece.index}-{delta.call}", "type": "function"}
+                call["function"] = {"name": delta.name, **call["function"]}
+            call["function"]["arguments"] += delta.text
+        return found | ({"tool_calls": list(calls.values())} if calls else {})
+
     def _logprobs(self, piece: Piece, before: int) -> dict[str, Any] | None:
-        if self._asked.alternatives is None:
+        if (most := self._asked.alternatives) is None:
             return None
+        entries = [replace(e, top=dict(list(e.top.items())[:most])) for e in piece.logprobs]
         if self._chat:
-            return chat_logprobs(piece.logprobs, self._vocabulary)
-        return completion_logprobs(piece.logprobs, self._vocabulary, before)
+            return chat_logprobs(entries, self._vocabulary)
+        return completion_logprobs(entries, self._vocabulary, before)
 
     def _ours(self, piece: Piece, request: Request) -> dict[str, Any]:
         """The field `foretell` of a chunk: the tokens where they are wanted; behind the last, the answer's
         facts. A lossy answer says so in any case."""
         found: dict[str, Any] = {}
         if self._asked.foretell.tokens:
-            found["tokens"] = self._vocabulary.tokens(piece)
+            found["tokens"] = self._vocabulary.tokens(piece, self._asked.foretell.top)
         if piece.finish_reason is not None and self._asked.foretell.tokens:
             found |= _facts([request])
         elif piece.finish_reason is not None and not request.lossless:
@@ -193,6 +243,11 @@ class Writer:
             return {"foretell": _facts(job.requests)}
         lossless = all(request.lossless for request in job.requests)
         return {} if lossless else {"foretell": {"lossless": False}}
+
+
+def _finish(choice: _Choice, piece: Piece) -> str | None:
+    """An answer that calls ends with its calls, unless it was cut off."""
+    return "tool_calls" if piece.finish_reason == "stop" and choice.reader.calls else piece.finish_reason
 
 
 def _facts(requests: Sequence[Request]) -> dict[str, Any]:
@@ -210,6 +265,9 @@ def prompts_of(asked: Sampled, llm: LLM) -> list[list[int]]:
         InputError: a prompt that the tokenizer or the chat template refuses.
     """
     if isinstance(asked, ChatRequest):
-        return [llm.encode([message.plain() for message in asked.messages])]
+        messages, (tools, _) = [message.plain() for message in asked.messages], asked.callable
+        if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            return [llm.tokenizer.encode(render(llm.tokenizer, messages, tools), special=False)]
+        return [llm.encode(messages)]
     assert isinstance(asked, CompletionRequest)
     return [llm.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in asked.prompts]

@@ -2,6 +2,7 @@
 
 /v1/chat/completions, /v1/completions, /v1/models   OpenAI's
 /health, /metrics, /stats                           the server's own
+/                                                   the page
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from foretell.errors import InputError
-from foretell.server import errors, sse
+from foretell.engine.door import constraint_of
+from foretell.errors import GrammarError, InputError
+from foretell.server import errors, sse, static
 from foretell.server.answers import Vocabulary, Writer, prompts_of
 from foretell.server.errors import ApiError
 from foretell.server.guard import ID_HEADER, Guard
@@ -98,6 +100,8 @@ class Service:
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
                 job, headers = await self._submit(asked)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=asked.constrained_by) from error
         except InputError as error:
             raise errors.from_input(error, _FIELDS) from error
         except (JobFailed, TimeoutError) as error:
@@ -121,7 +125,12 @@ class Service:
         # a prompt beyond the context is refused by the engine, with the numbers
         params = [asked.params(max(1, llm.engine.room(len(ids)))) for ids in prompts]
         idle = dict.fromkeys(reason for each in params for reason in llm.without_effect(each))
-        return await self.worker.submit(prompts, params), {WARNING_HEADER: "; ".join(idle)} if idle else {}
+        if (
+            grammar := params[0].grammar
+        ) is not None:  # not on the engine's thread: others are answered there
+            await asyncio.to_thread(constraint_of, grammar, constrain=llm.engine.constrain)
+        job = await self.worker.submit(prompts, params, drafts=asked.foretell.draft)
+        return job, {WARNING_HEADER: "; ".join(idle)} if idle else {}
 
     async def _whole(self, job: Job, writer: Writer, deadline: float, http: Request) -> dict[str, Any]:
         """Everything at once; a client that goes away ends it."""
@@ -192,6 +201,7 @@ def create_app(worker: Worker, settings: Settings, metrics: Metrics) -> FastAPI:
     _answers(app, service)
     _models(app, service)
     _operation(app, service)
+    static.install(app)
     app.add_middleware(Guard, settings=settings, draining=lambda: service.draining)
     if settings.cors:
         app.add_middleware(

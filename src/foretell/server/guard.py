@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretell.server.errors import ApiError
 from foretell.server.settings import Settings
+from foretell.server.static import PREFIX
 
 ID_HEADER = "X-Request-Id"
 OPEN = ("/", "/health")  # what needs no key
@@ -77,7 +78,12 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         key = self._settings.api_key
-        if key is None or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+        if (
+            key is None
+            or scope["path"] in OPEN
+            or scope["path"].startswith(PREFIX)
+            or scope["method"] == "OPTIONS"
+        ):
             return
         kind, _, given = Headers(scope=scope).get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), key.encode()):

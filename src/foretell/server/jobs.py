@@ -17,7 +17,7 @@ class Piece:
 
     Args:
         index: which of the job's answers.
-        origins: for each token, the drafter that proposed it, counted from 0; -1 = none did.
+        origins, places: for each token, see `Chunk`.
         logprobs: per token, where they were asked for.
         seconds: since the job came.
         finish_reason: set in the last piece.
@@ -27,6 +27,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     origins: tuple[int, ...]
+    places: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     seconds: float
     finish_reason: FinishReason | None = None

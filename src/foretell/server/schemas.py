@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from foretell.errors import InputError
-from foretell.types import SamplingParams
+from foretell.server.forms import (
+    Body,
+    Call,
+    NamedChoice,
+    ResponseFormat,
+    ToolChoice,
+    ToolSpec,
+    check_content,
+    grammar_for,
+)
+from foretell.server.tools import Tool, choose, grammar_of
+from foretell.types import Grammar, SamplingParams
 
 DEFAULT_COMPLETION = 16  # OpenAI's max_tokens of a completion
-
-
-class Body(BaseModel):
-    """Strict: a number is no string, and what is unknown is an error."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class TextPart(Body):
@@ -31,17 +36,33 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """One message. `refusal` is what OpenAI's clients send back with an answer: nothing."""
+    """One message. `refusal`, `annotations`, `audio` and `function_call` are what OpenAI's clients send back
+    with an answer: nothing."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For the chat template, pieces joined."""
-        parts = self.content
+        """For the chat template, pieces joined.
+
+        Raises:
+            InputError: it has neither text nor calls.
+        """
+        check_content(self.role, self.content, self.tool_calls)
+        parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
+        told: dict[str, Any] = {"role": self.role, "content": text}
+        if self.tool_calls:
+            told["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        return told
 
 
 class StreamOptions(Body):
@@ -51,9 +72,12 @@ class StreamOptions(Body):
 
 
 class Wishes(Body):
-    """What only this server tells. `tokens`: every chunk names its tokens and who proposed them."""
+    """What only this server has. `tokens`: every chunk names its tokens and who proposed them; `top`: with
+    their log-probabilities and so many alternatives; `draft` false: plain decoding, with the same text."""
 
     tokens: bool = False
+    top: Annotated[int, Field(ge=0, le=20)] | None = None
+    draft: bool = True
 
 
 def _broken(value: Any) -> bool:
@@ -107,6 +131,20 @@ class Sampled(Body):
         """Log-probabilities of so many alternatives are wanted; None = of no token."""
         return None
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; None = anything.
+
+        Raises:
+            InputError: fields that contradict each other.
+        """
+        return None
+
+    @property
+    def constrained_by(self) -> str:
+        """The field that a grammar comes from."""
+        return "response_format"
+
     def params(self, room: int) -> SamplingParams:
         """How the answer is sampled.
 
@@ -118,6 +156,9 @@ class Sampled(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options belongs to stream, which is not set")
+        if self.foretell.top is not None and not self.foretell.tokens:
+            raise InputError("foretell.top needs foretell.tokens to be true")
+        wanted = [count for count in (self.alternatives, self.foretell.top) if count is not None]
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=self.temperature,
@@ -132,9 +173,10 @@ class Sampled(Body):
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
-            logprobs=self.alternatives,
+            logprobs=max(wanted, default=None),
             n=self.n,
             ignore_eos=self.ignore_eos,
+            grammar=self.grammar,
         )
 
 
@@ -145,6 +187,38 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def callable(self) -> tuple[list[Tool], bool]:
+        """The functions that this answer may call, and whether it must call one.
+
+        Raises:
+            InputError: `tool_choice` names none of them, or two have one name.
+        """
+        tools = [spec.tool() for spec in self.tools or ()]
+        names = [tool.name for tool in tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise InputError(f"tools: two functions are called {twice[0]!r}")
+        choice = self.tool_choice or ("auto" if tools else "none")
+        return choose(tools, choice.model_dump() if isinstance(choice, NamedChoice) else choice)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """See `Sampled`."""
+        tools, must = self.callable
+        form = grammar_for(self.response_format)
+        if self.parallel_tool_calls is not None and not tools:
+            raise InputError("parallel_tool_calls has no effect: no function may be called")
+        if not tools:
+            return form
+        if form is not None:
+            raise InputError("response_format cannot go with tools", hint="set tool_choice to none")
+        named = isinstance(self.tool_choice, NamedChoice)
+        return grammar_of(tools, must=must, several=self.parallel_tool_calls is not False and not named)
 
     @property
     def limit(self) -> int | None:
@@ -160,6 +234,11 @@ class ChatRequest(Sampled):
         if self.top_logprobs is not None and not self.logprobs:
             raise InputError("top_logprobs needs logprobs to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def constrained_by(self) -> str:
+        """See `Sampled`."""
+        return "tools" if self.tools else "response_format"
 
 
 class CompletionRequest(Sampled):

@@ -82,8 +82,13 @@ class Worker:
         """Answers that may run or wait."""
         return self.llm.max_batch + self._max_queue
 
-    async def submit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Job:
+    async def submit(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, drafts: bool = True
+    ) -> Job:
         """Queues prompts; all of them or none.
+
+        Args:
+            drafts: False = their answers are decoded plainly.
 
         Raises:
             ApiError: there is no room in the queue.
@@ -94,7 +99,7 @@ class Worker:
         self._check_room(job.answers)
         self._open.add(job)
         try:
-            await self._ask(lambda: self._begin(job, prompts, params))
+            await self._ask(lambda: self._begin(job, prompts, params, drafts))
         except BaseException:
             self.close(job)
             raise
@@ -181,12 +186,14 @@ class Worker:
             except Empty:
                 return
 
-    def _begin(self, job: Job, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+    def _begin(
+        self, job: Job, prompts: Sequence[list[int]], params: Sequence[SamplingParams], drafts: bool
+    ) -> None:
         try:
             for ids, each in zip(prompts, params, strict=True):
                 for answer in range(each.n):
                     ends = self.llm.loaded.end_ids
-                    job.requests.append(self.llm.engine.submit(ids, each, ends, answer))
+                    job.requests.append(self.llm.engine.submit(ids, each, ends, answer, drafts=drafts))
         except BaseException:
             self._abort(job)
             raise
@@ -238,7 +245,14 @@ class Worker:
         seconds = time.perf_counter() - job.came
         logprobs = tuple(request.logprobs[before : request.handed])
         return Piece(
-            index, chunk.text, chunk.token_ids, chunk.origins, logprobs, seconds, chunk.finish_reason
+            index,
+            chunk.text,
+            chunk.token_ids,
+            chunk.origins,
+            chunk.places,
+            logprobs,
+            seconds,
+            chunk.finish_reason,
         )
 
     # ---- on the event loop
