@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,8 +13,9 @@ from foretell.cli.console import stderr
 from foretell.errors import InputError
 
 if TYPE_CHECKING:
-    from foretell.api import LLM
-    from foretell.server import Settings
+    import socket
+
+    from fastapi import FastAPI
 
 KEY = "FORETELL_API_KEY"
 
@@ -39,6 +39,9 @@ GraceOpt = Annotated[
     float, typer.Option("--grace", help="Seconds to finish answers in, once told to stop.", show_default=True)
 ]
 CorsOpt = Annotated[list[str] | None, typer.Option("--cors", help="Origin whose pages may call; repeatable.")]
+ReplicasOpt = Annotated[
+    int, typer.Option("--replicas", help="Processes, each with the model.", show_default=True, min=1, max=64)
+]
 LogOpt = Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object per line.")]
 
 
@@ -58,6 +61,7 @@ def serve(
     timeout: TimeoutOpt = 600.0,
     grace: GraceOpt = 30.0,
     cors: CorsOpt = None,
+    replicas: ReplicasOpt = 1,
     log_json: LogOpt = False,
     device: opt.DeviceOpt = "auto",
     impl: opt.ImplOpt = "auto",
@@ -72,8 +76,11 @@ def serve(
 ) -> None:
     """Answer over HTTP, as OpenAI's servers do."""
     from foretell.parallel.team import under_torchrun
-    from foretell.server import Settings
+    from foretell.server import Settings, Worker, create_app
+    from foretell.server.front import Front, create_front
     from foretell.server.logs import set_up
+    from foretell.server.metrics import Metrics
+    from foretell.server.serving import listen
 
     if under_torchrun():
         raise InputError("serve cannot be started by torchrun", hint="use --context-parallel N")
@@ -86,20 +93,48 @@ def serve(
         cors=tuple(cors or ()),
     )
     set_up(as_json=log_json)
-    _run(host, port, settings, lambda: opt.load_llm(ctx.params))
-
-
-def _run(host: str, port: int, settings: Settings, make: Callable[[], LLM]) -> None:
-    from foretell.server import Worker, create_app
-    from foretell.server.metrics import Metrics
-    from foretell.server.serving import Server, listen
-
     listener = listen(host, port)
-    metrics = Metrics()
-    app = create_app(Worker(make, settings.max_queue, metrics), settings, metrics)
-    address = f"http://{host}:{listener.getsockname()[1]}"
-    stderr().print(f"{address}/v1: loading the model", style="dim")
-    server = Server(app, listener, lambda: stderr().print(f"{address}/v1 is ready", style="dim"))
+    if replicas > 1:
+        front = Front([_command(ctx)] * replicas, settings)
+        _run(create_front(front), listener, host)
+    else:
+        metrics = Metrics()
+        worker = Worker(lambda: opt.load_llm(ctx.params), settings.max_queue, metrics)
+        _run(create_app(worker, settings, metrics), listener, host)
+
+
+def _run(app: FastAPI, listener: socket.socket, host: str) -> None:
+    from foretell.server.replicas import PARENT
+    from foretell.server.serving import Server
+
+    address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
+    stderr().print(f"{address}: loading the model", style="dim", soft_wrap=True)
+
+    def ready() -> None:
+        stderr().print(f"{address} is ready", style="dim", soft_wrap=True)
+
+    parent = os.environ.get(PARENT)
+    server = Server(app, listener, ready, None if parent is None else int(parent))
     server.run_here()
     if server.failed:
         sys.exit(1)
+
+
+def _command(ctx: typer.Context) -> list[str]:
+    """How a replica is started: with the same options, but for where it listens and how many there are."""
+    command = ["serve", "--host", "127.0.0.1", "--port", "0"]
+    for option in ctx.command.params:
+        name = option.name or ""
+        given = ctx.params.get(name)
+        if (
+            name in ("host", "port", "replicas", "api_key", "cors")
+            or given == option.default
+            or given is None
+        ):
+            continue
+        if isinstance(given, bool):
+            command.append(option.opts[0])
+            continue
+        for value in given if isinstance(given, (list, tuple)) else [given]:
+            command += [option.opts[0], str(value)]
+    return command

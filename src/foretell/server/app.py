@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -82,7 +82,15 @@ class Service:
                     await asyncio.sleep(0.02)
         if self.worker.answers:
             _log.warning("%d answers are cut off: the server stops", self.worker.answers)
-            self.worker.fail_all("the server is shutting down")
+            self.hurry()
+
+    def hurry(self) -> None:
+        """What still runs ends now, with an error."""
+        self.worker.fail_all("the server is shutting down")
+
+    def on_fatal(self, give_up: Callable[[], None]) -> None:
+        """What to call when nothing can be answered any more."""
+        self.worker.on_fatal = give_up
 
     async def answer(self, asked: Sampled, http: Request) -> Response:
         """A body of either kind.

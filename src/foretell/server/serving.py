@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from foretell.errors import InputError
-from foretell.server.app import Service
 
-_log = logging.getLogger(__name__)
 _BACKLOG = 512
 _CLOSING = 5  # seconds that connections get to take the last bytes
+
+
+class Service(Protocol):
+    """What answers an app's requests; `app.state.service`."""
+
+    async def start(self) -> None:
+        """Makes it ready.
+
+        Raises:
+            InputError: it cannot be.
+        """
+        ...
+
+    async def drain(self) -> None:
+        """Takes nothing new, and returns when nothing runs any more."""
+        ...
+
+    def hurry(self) -> None:
+        """What still runs ends now, with an error."""
+        ...
+
+    def on_fatal(self, give_up: Callable[[], None]) -> None:
+        """What to call when nothing can be answered any more."""
+        ...
 
 
 class Server(uvicorn.Server):
@@ -27,13 +50,18 @@ class Server(uvicorn.Server):
     that was obeyed is no failure.
 
     Args:
-        app: by `create_app`.
+        app: by `create_app` or `create_front`.
         listener: a bound socket.
         ready: called when requests are answered.
+        parent: the process without which this one ends, too.
     """
 
     def __init__(
-        self, app: FastAPI, listener: socket.socket, ready: Callable[[], None] = lambda: None
+        self,
+        app: FastAPI,
+        listener: socket.socket,
+        ready: Callable[[], None] = lambda: None,
+        parent: int | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -48,7 +76,8 @@ class Server(uvicorn.Server):
         self._ready = ready
         self._service: Service = app.state.service
         self.failed = False
-        self._service.worker.on_fatal = self._give_up
+        self._parent = parent
+        self._service.on_fatal(self._give_up)
 
     def run_here(self) -> None:
         """Serves until a signal comes.
@@ -71,6 +100,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn."""
+        if self._parent is not None and os.getppid() != self._parent:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
         await self._service.drain()
@@ -92,7 +127,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn; a second signal does not wait any longer."""
         if self.should_exit:
-            self._service.worker.fail_all("the server is shutting down")
+            self._service.hurry()
         self.should_exit = True
 
 

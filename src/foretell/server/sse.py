@@ -31,14 +31,19 @@ class EventStream(Response):
     Args:
         events: what is sent; closed in any case.
         on_end: called at the end, however it came.
+        status: of HTTP.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], on_end: Callable[[], None], headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[bytes],
+        on_end: Callable[[], None],
+        headers: Mapping[str, str],
+        status: int = 200,
     ) -> None:
-        super().__init__(headers={**_HEADERS, **headers})
+        super().__init__(status_code=status, headers={**_HEADERS, **headers})
         del self.headers["content-length"]
         self._events, self._on_end = events, on_end
 
