@@ -204,7 +204,7 @@ def test_long_prompts_in_chunks_with_drafting_switched_on_and_off(case, make, ta
     step = 0
     while not engine.idle:
         step += 1
-        engine._planner.max_draft = 6 if step % 3 else 0
+        engine.planner.max_draft = 6 if step % 3 else 0
         engine.step()
     assert request.output_ids == wanted
     nothing_left(drafter)

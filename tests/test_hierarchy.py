@@ -79,7 +79,7 @@ def test_a_round_alone_selects_by_what_the_last_one_looked_at(target):
     engine.step()
     engine.step()
     length = request.lease.length
-    (_,) = drafter.propose([request], engine._planner.plan([request]))
+    (_,) = drafter.propose([request], engine.planner.plan([request]))
     looked_N = drafter.draft_attention(request, length)
     drafter._rounds.clear()
     engine.step()
@@ -185,7 +185,7 @@ class _ScriptedLevels:
         self.request = engine.submit([3, 1, 4, 1, 0, 2, 3, 3, 2], params, frozenset())
         self.script = Script([])
         monkeypatch.setattr(Sampler, "draw", self._draw)
-        engine._planner.max_draft = 0
+        engine.planner.max_draft = 0
         engine.step()
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
         self._known: dict[tuple[int, ...], torch.Tensor] = {}

@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "models": SHARED | {"kernels", "cache", "attention"},
     "sparse": SHARED | {"kernels", "cache", "attention"},
     "verify": SHARED,
+    "json_schema": {"errors"},
+    "grammar": SHARED | {"models", "json_schema"},
     "planner": SHARED | {"cache", "attention", "models"},
     "parallel": SHARED | {"kernels", "cache", "attention", "models", "planner"},
     "heads": SHARED | {"kernels", "cache", "attention", "models"},
@@ -36,7 +38,8 @@ MAY_IMPORT = {
     "engine": SHARED
     | {"sampling", "cache", "attention", "models", "drafters", "verify", "planner", "sparse"},
     "reading": SHARED | {"engine", "models", "drafters", "verify", "sparse"},
-    "api": SHARED | {"parallel", "engine", "models", "drafters", "verify", "planner", "sparse", "reading"},
+    "api": SHARED
+    | {"parallel", "engine", "models", "drafters", "verify", "planner", "sparse", "reading", "grammar"},
     "bench": SHARED
     | {
         "api",
@@ -54,6 +57,7 @@ MAY_IMPORT = {
     },
     "profiling": SHARED | {"kernels", "cache", "attention", "models", "sparse", "bench"},
     "train": SHARED | {"attention", "models", "heads", "api", "bench"},
+    "server": SHARED | {"api", "engine", "models", "planner"},
     "cli": SHARED
     | {
         "train",
@@ -67,6 +71,7 @@ MAY_IMPORT = {
         "planner",
         "bench",
         "profiling",
+        "server",
     },
 }
 

@@ -365,7 +365,7 @@ def test_answers_do_not_depend_on_the_planner(drafter, decoder):
         wanted = [oracle.generate(target, p, params) for p in prompts]
         made = oracle.draft_model(target, target) if drafter == "self" else drafter
         engine = oracle.engine(target, made)
-        engine._planner = Timeless(CostTable({1: 1.0, 101: 6.0}), 8)
+        engine.planner = Timeless(CostTable({1: 1.0, 101: 6.0}), 8)
         assert [r.output_ids for r in oracle.run(engine, prompts, params)] == wanted
         assert engine.stats.drafts > 0
-        assert not engine._planner.acceptance._factors
+        assert not engine.planner.acceptance._factors

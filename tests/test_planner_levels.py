@@ -141,7 +141,7 @@ def test_the_text_does_not_depend_on_the_levels(name, kv, decoder):
         wanted = [oracle.generate(target, prompt, params) for prompt in LONG]
         drafter = oracle.draft_model(target, target, width=2) if name == "draft" else name
         engine = oracle.engine(target, drafter, kv=kv, kv_budget=12, lossless=True)
-        engine._planner = Erratic(seed)
+        engine.planner = Erratic(seed)
         for _ in range(2):
             requests = oracle.run(engine, LONG, params)
             assert [r.output_ids for r in requests] == wanted
@@ -165,7 +165,7 @@ def test_the_adaptive_planner_chooses_levels_in_the_engine(decoder):
     engine = oracle.engine(
         target, oracle.draft_model(target, target), kv="streaming", kv_budget=40, lossless=True
     )
-    engine._planner = Told(CostTable({1: 1.0, 101: 3.0}), 12, engine._drafter.direct_tokens)
+    engine.planner = Told(CostTable({1: 1.0, 101: 3.0}), 12, engine._drafter.direct_tokens)
     (request,) = oracle.run(engine, [LONG[2]], params)
     assert request.output_ids == oracle.generate(target, LONG[2], params)
     assert {1} in used
@@ -189,7 +189,7 @@ def test_a_direct_plan_gets_the_inner_drafters_tree(decoder):
             seen.extend(trees)
             return list(trees)
 
-    engine._planner = Alternating(6)
+    engine.planner = Alternating(6)
     oracle.run(engine, [LONG[2]], SamplingParams(max_tokens=40, ignore_eos=True))
     # the first hangs on the prompt, of which nothing is known yet
     drafts = [(place % 2, tree) for place, tree in enumerate(seen) if place and len(tree)]

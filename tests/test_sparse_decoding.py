@@ -119,7 +119,7 @@ def test_the_draft_model_tells_where_it_looks(target, model_folder, decoder):
     request = engine.submit(LONG[2], GREEDY, frozenset())
     for _ in range(3):
         engine.step()
-    trees = drafter.propose([request], engine._planner.plan([request]))
+    trees = drafter.propose([request], engine.planner.plan([request]))
     length = request.lease.length
     assert length == len(request.tokens) - 1
     tokens = [*request.tokens, *trees[0].tokens[:-1]]
@@ -165,7 +165,7 @@ def test_the_target_itself_tells_where_it_looks(target):
     for _ in range(3):
         assert drafter.draft_attention(request, 3) is None, "nothing was drafted"
         engine.step()
-    (tree,) = drafter.propose([request], engine._planner.plan([request]))
+    (tree,) = drafter.propose([request], engine.planner.plan([request]))
     length = request.lease.length
     read = select(POLICIES["streaming"], Signals(length, len(LONG[2])), 8).tolist()
     hidden = [n for n in range(length) if n not in read]

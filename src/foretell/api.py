@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from foretell.drafters import Drafter, DrafterContext, LayeredDrafter, build_drafter, parse
-from foretell.drafters.spec import Part
+from foretell.drafters.spec import Part, origins_of
 from foretell.engine import Chunk, Engine, Request, TokenLogprob
-from foretell.errors import InputError
+from foretell.errors import InputError, RankError
+from foretell.grammar import GrammarCompiler
 from foretell.models.catalog import DEFAULT_MODEL, Report
 from foretell.models.load import LoadedModel, load_model
 from foretell.models.tokenizer import Message
@@ -87,7 +88,7 @@ class Stream(Iterator[Chunk]):
         while not self._request.has_news:
             if self._request.finish_reason is not None:
                 raise StopIteration
-            self._llm.engine.step()
+            self._llm.step([self._request])
         return self._request.take()
 
     def __enter__(self) -> Stream:
@@ -139,6 +140,9 @@ class LLM:
         rank_timeout: seconds that a rank may take for its part of an exchange.
         report: called with (what, done, total) while a model is fetched or converted.
 
+    Attributes:
+        origins: who proposed a token, by `Chunk.origins`.
+
     Raises:
         InputError: a bad argument, or a model or drafter that cannot be loaded.
     """
@@ -185,6 +189,8 @@ class LLM:
         if isinstance(drafter, str):
             context = self._context(slots, rule, reading, allow_untested, report)
             drafter = build_drafter(drafter, options, context)
+        self.max_batch = max_batch
+        self.origins = origins_of(parts, drafter)
         drafter, reader = reading.levels(self.loaded, drafter, rule)
         self.engine = Engine(
             self.loaded.model,
@@ -192,6 +198,7 @@ class LLM:
             rule,
             self._planner(drafter, rule, draft_tokens, adaptive),
             decode=self.tokenizer.decode,
+            constrain=GrammarCompiler(self.tokenizer, self.loaded.model.vocab_size, self.loaded.end_ids),
             kv_slots=slots,
             max_batch=max_batch,
             prefill_chunk=PREFILL_CHUNK * ranks,
@@ -261,7 +268,7 @@ class LLM:
         requests = self._submit_all(listed, params)
         try:
             while any(request.finish_reason is None for request in requests):
-                self.engine.step()
+                self.step(requests)
         except BaseException:
             self._abort(requests)
             raise
@@ -278,6 +285,23 @@ class LLM:
             raise InputError(f"n must be 1 for a stream, got {params.n}")
         (request,) = self._submit_all([prompt], [params])
         return Stream(self, request)
+
+    def step(self, requests: Sequence[Request]) -> None:
+        """One step of the engine, on behalf of these requests.
+
+        Raises:
+            Exception: what one of them failed by; the failure of others is theirs to tell.
+        """
+        try:
+            self.engine.step()
+        except RankError:
+            raise
+        except Exception as error:
+            if error not in self.engine.failures:
+                raise
+        for request in requests:
+            if request.error is not None:
+                raise request.error
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt of any kind.
@@ -306,11 +330,11 @@ class LLM:
         except BaseException:
             self._abort(requests)
             raise
-        for reason in dict.fromkeys(reason for each in params for reason in self._without_effect(each)):
+        for reason in dict.fromkeys(reason for each in params for reason in self.without_effect(each)):
             _log.warning("%s", reason)
         return requests
 
-    def _without_effect(self, params: SamplingParams) -> list[str]:
+    def without_effect(self, params: SamplingParams) -> list[str]:
         """Settings that change nothing, with these parameters and this rule."""
         reasons, rule = params.without_effect(), self.engine.rule
         if not rule.draws and not params.greedy:

@@ -17,5 +17,9 @@ class InputError(ValueError):
         self.hint = hint
 
 
+class GrammarError(InputError):
+    """A grammar that is malformed, or asks for what cannot be met or enforced."""
+
+
 class RankError(RuntimeError):
     """A run over several ranks that cannot go on: the message names the rank and what happened to it."""

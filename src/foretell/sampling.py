@@ -1,7 +1,7 @@
 """From logits to tokens: one path for the target and for drafts that sample.
 
 Processors run in this order: logit bias, repetition / frequency / presence penalties, holding off end
-tokens (min_tokens), temperature, top-k, top-p, min-p. They see the *hypothetical* prefix of the row
+tokens (min_tokens), grammar, temperature, top-k, top-p, min-p. They see the *hypothetical* prefix of the row
 that they process, so a token inside a draft is penalised, filtered and biased as in plain decoding.
 Filters keep all tokens that tie with the last one kept: the set is a function of the row alone.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +79,19 @@ def _nucleus_floor(scores_V: Tensor, top_p: float) -> Tensor:
     return top[-1]
 
 
+class Constraint(Protocol):
+    """Which tokens may come next, going by those of the answer so far."""
+
+    def fork(self) -> Constraint:
+        """One of its own for another list of tokens."""
+        ...
+
+    def restrict(self, scores_V: Tensor, answer: Sequence[int]) -> None:
+        """Sets tokens that may not follow `answer` to -inf, in place. Behind an answer that is not allowed
+        itself everything stays as it is: nobody reaches that place."""
+        ...
+
+
 class Sampler:
     """How one request turns logits into tokens.
 
@@ -89,6 +103,7 @@ class Sampler:
         end_ids: tokens that `min_tokens` holds off.
         draft_stream: noise that sampled drafts are drawn with.
         needs_q: whether the verification rule reads what drafts were drawn from.
+        constraint: what the answer must be; None = anything.
     """
 
     def __init__(
@@ -101,6 +116,7 @@ class Sampler:
         *,
         draft_stream: Stream = Stream.TARGET,
         needs_q: bool = True,
+        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -109,6 +125,7 @@ class Sampler:
         self._end_ids = sorted(end_ids)
         self._draft_stream = draft_stream
         self._needs_q = needs_q
+        self._constraint = constraint
         self._penalties = _Penalties(params, tokens, prompt_length) if _penalises(params) else None
 
     def fork(self, tokens: list[int]) -> Sampler:
@@ -121,6 +138,7 @@ class Sampler:
             self._end_ids,
             draft_stream=self._draft_stream,
             needs_q=self._needs_q,
+            constraint=None if self._constraint is None else self._constraint.fork(),
         )
 
     @property
@@ -164,11 +182,15 @@ class Sampler:
 
         Greedy: the most likely. Otherwise drawn without replacement from the processed distribution, with
         the target's noise (which makes them meet the target's choice more often) or with noise of their
-        own. The log-probabilities [V] that they were drawn from come along where the rule reads them.
+        own. Fewer, or none, where all else that the draft could say is filtered out. The log-probabilities
+        [V] that they were drawn from come along where the rule reads them.
         """
         scores_V = self.scores(logits_V, ahead)
         if self.params.greedy:
-            return [int(i) for i in scores_V.topk(min(count, len(scores_V))).indices], None
+            top = scores_V.topk(min(count, len(scores_V)))
+            return top.indices[top.values > -math.inf].tolist(), None
+        if self._constraint is not None and scores_V.max() == -math.inf:
+            return [], None
         key = make_key(self.seed, self._draft_stream, self._draft_place(len(ahead)))
         drawn = keyed_top(scores_V, key, count)
         return drawn, scores_V.double().log_softmax(0) if self._needs_q else None
@@ -180,9 +202,11 @@ class Sampler:
         A function of the request's state and of the noise that the target will use where the rule allows
         it; never random, so the draft is deterministic. With noise the choice is among the likeliest
         tokens, and the confidence is the softmax of their noisy scores: without noise that is the
-        probability itself.
+        probability itself. Fewer, or none, where all else that the draft could say is filtered out.
         """
         scores_V = self.scores(logits_V, ahead)
+        if self._constraint is not None and scores_V.max() == -math.inf:
+            return []
         log_probs_V = scores_V - scores_V.logsumexp(0)
         noisy = not self.params.greedy and self._draft_stream == Stream.TARGET
         top = log_probs_V.topk(min(max(count, _NOISY) if noisy else count, len(scores_V)))
@@ -192,7 +216,7 @@ class Sampler:
             values = values.log_softmax(0)
             order = values.argsort(descending=True)[:count]
             values, ids = values[order], ids[order]
-        return list(zip(ids.tolist(), values.tolist(), strict=True))
+        return [ranked for ranked in zip(ids.tolist(), values.tolist(), strict=True) if ranked[1] > -math.inf]
 
     def _draft_place(self, ahead: int) -> int:
         """What a draft's noise is keyed by. Noise of its own must be new in every step: how much of a draft
@@ -204,10 +228,11 @@ class Sampler:
     def _adjusts(self, ahead: int) -> bool:
         """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""
         held_off = self.length - self._prompt_length + ahead < self.params.min_tokens
-        return bool(self.params.logit_bias) or self._penalties is not None or held_off
+        limited = self._penalties is not None or self._constraint is not None
+        return bool(self.params.logit_bias) or limited or held_off
 
     def _adjust(self, scores_V: Tensor, ahead: Sequence[int]) -> Tensor:
-        """Bias, penalties and held-off end tokens, in place. Ids beyond the row do not apply to it:
+        """Bias, penalties, held-off end tokens and grammar, in place. Ids beyond the row do not apply to it:
         a draft's vocabulary may be padded less."""
         params, size = self.params, len(scores_V)
         bias = {token: value for token, value in params.logit_bias.items() if token < size}
@@ -218,6 +243,8 @@ class Sampler:
             self._penalties.apply(scores_V, ahead)
         if self.length - self._prompt_length + len(ahead) < params.min_tokens:
             scores_V[[token for token in self._end_ids if token < size]] = -torch.inf
+        if self._constraint is not None:
+            self._constraint.restrict(scores_V, [*self._tokens[self._prompt_length :], *ahead])
         return scores_V
 
 

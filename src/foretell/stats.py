@@ -20,6 +20,7 @@ class StepStats:
             that later takes tokens of earlier steps back does not change that.
         emitted: tokens emitted; `first_emitted` of them by the step that ended the prompt.
         reused: prompt tokens that a prefix hit saved.
+        preempted: times that slots were given back, and tokens read again.
         kv_read: tokens of the history whose keys and values verification passes read, after the prompt.
         proposed_at, accepted_at: per depth, drafts that reached so deep, and that were kept so deep.
         draft_s, target_s, verify_s, rest_s: seconds of steps after the prompt was read.
@@ -33,6 +34,7 @@ class StepStats:
     emitted: int = 0
     first_emitted: int = 0
     reused: int = 0
+    preempted: int = 0
     kv_read: int = 0
     plans: dict[str, int] = field(default_factory=dict)
     proposed_at: list[int] = field(default_factory=list)
@@ -75,6 +77,7 @@ class StepStats:
             "steps": self.steps,
             "emitted": self.emitted,
             "reused": self.reused,
+            "preempted": self.preempted,
             "kv_read": self.kv_read,
             "plans": self.plans,
             "marginal_acceptance": [round(x, 4) for x in self.marginal],

@@ -10,6 +10,7 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
-from foretell.errors import InputError
+from foretell.errors import GrammarError, InputError
 
 MIN_TEMPERATURE = 1e-4  # below, scores divided by it leave fp32
-FinishReason = str  # "stop" (end token or stop string), "length", "abort"
+FinishReason = str  # "stop" (end token or stop string), "length", "abort", "error"
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "ebnf", "structural_tag")
+_LONGEST_GRAMMAR = 1 << 18
 
 
 def _require(ok: bool, name: str, value: object, want: str) -> None:
@@ -35,6 +38,49 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be, from its first character to its last. Checked on construction, as far as that
+    goes without a tokenizer.
+
+    Args:
+        kind: "json_object" (any JSON object), "json_schema", "regex", "ebnf" (GBNF, as llama.cpp has it), or
+            "structural_tag" (xgrammar's: text with marked parts of given forms).
+        source: the schema or the tags as JSON text, the expression, or the rules with a rule `root`; empty
+            for "json_object".
+
+    Raises:
+        InputError: naming the field, the value and what would be right.
+    """
+
+    kind: str
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            self._check()
+        except InputError as error:
+            raise GrammarError(error.message) from None
+
+    def _check(self) -> None:
+        _require(self.kind in GRAMMAR_KINDS, "grammar.kind", self.kind, f"one of {', '.join(GRAMMAR_KINDS)}")
+        _require(isinstance(self.source, str), "grammar.source", self.source, "text")
+        size = len(self.source)
+        _require(
+            size <= _LONGEST_GRAMMAR, "grammar.source", f"{size} characters", f"at most {_LONGEST_GRAMMAR}"
+        )
+        if self.kind == "json_object":
+            _require(not self.source, "grammar.source", self.source, "empty for json_object")
+            return
+        _require(bool(self.source.strip()), "grammar.source", self.source, f"a {self.kind}, not empty")
+        if self.kind in ("json_schema", "structural_tag"):
+            try:
+                schema = json.loads(self.source)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"grammar.source must be a {self.kind}, but is no JSON: {error}") from None
+            _require(isinstance(schema, dict), "grammar.source", schema, f"a {self.kind}, which is an object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +103,7 @@ class SamplingParams:
         logprobs: report each emitted token's log-probability and this many alternatives; None = off.
         n: answers per prompt; answer i uses a seed derived from (seed, i).
         ignore_eos: go on past the model's end tokens.
+        grammar: what the answer must be; it ends where the grammar does, or at `max_tokens`.
 
     Raises:
         InputError: naming the field, the value and the range.
@@ -77,6 +124,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._settle()
@@ -121,6 +169,12 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             ok = _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= 100
             _require(ok, "logit_bias", {token: bias}, "token id -> number between -100 and 100")
+        if self.grammar is not None:
+            _require(isinstance(self.grammar, Grammar), "grammar", self.grammar, "a Grammar")
+            _require(not self.ignore_eos, "ignore_eos", True, "false with a grammar, which ends the answer")
+            _require(
+                self.min_tokens == 0, "min_tokens", self.min_tokens, "0 with a grammar, which ends the answer"
+            )
 
     def _settle(self) -> None:
         """Takes a single stop for a list of one, and copies what the caller could still change."""

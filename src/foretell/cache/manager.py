@@ -1,8 +1,7 @@
 """Who owns which slots: admission by reservation, commit and rollback, reuse of prefixes.
 
-A request owns one contiguous range, reserved when it is admitted for the longest it can become, so
-reads are views and nothing can run out half-way. A finished request's range stays as a source of
-prefixes until its slots are needed; the least recently used goes first.
+A request owns one contiguous range, so reads are views; it may grow, in place or by moving. A finished
+request's range stays as a source of prefixes until its slots are needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -52,14 +51,13 @@ class KVCache:
         The longest prefix of `tokens` that any other lease holds is copied into it, unless `whole` but
         for the last token: its logits are still to be computed. Without `reuse` nothing is copied.
         """
+        if self._gap(capacity, self._live) is None:
+            return None
         longest = len(tokens) - (not whole) if reuse else 0
         source, hit = self._longest_prefix(tokens, longest)
-        start = self._make_room(capacity)
-        if start is None:
-            return None
-        if source is not None and source in self._kept:
-            self._kept.remove(source)
-            self._kept.append(source)
+        start = self._make_room(capacity, self._live)
+        assert start is not None
+        self._touch(source)
         lease = Lease(start, capacity, tokens)
         if source is not None and hit:
             self.arena.move(range(source.start, source.start + hit), start)
@@ -70,6 +68,48 @@ class KVCache:
             self._drop_overlapping(lease)
         self._live.append(lease)
         return lease
+
+    def extend(self, lease: Lease) -> None:
+        """Copies into a lease that nothing was written to what others hold of its tokens by now, but for the
+        last one."""
+        source, hit = self._longest_prefix(lease.tokens, len(lease.tokens) - 1)
+        if source is None or hit <= lease.length:
+            return
+        self._touch(source)
+        new = range(source.start + lease.length, source.start + hit)
+        self.arena.move(new, lease.start + lease.length)
+        self.reused += hit - lease.length
+        lease.length = hit
+
+    def grow(self, lease: Lease, capacity: int) -> bool:
+        """Gives a lease more slots, elsewhere if need be, at the cost of kept ranges; False = there are
+        none."""
+        others = [other for other in self._live if other is not lease]
+        end = lease.start + capacity
+        if end > self.arena.slots or any(lease.start <= other.start < end for other in others):
+            start = self._make_room(capacity, others)
+            if start is None:
+                return False
+            self.arena.move(range(lease.start, lease.start + lease.length), start)
+            lease.start = start
+        lease.capacity = capacity
+        self._drop_overlapping(lease)
+        return True
+
+    @property
+    def reserved(self) -> int:
+        """Slots of running requests."""
+        return sum(lease.capacity for lease in self._live)
+
+    @property
+    def used(self) -> int:
+        """Slots of running requests that hold something."""
+        return sum(lease.length for lease in self._live)
+
+    @property
+    def kept(self) -> int:
+        """Slots that finished requests have left as prefixes."""
+        return sum(lease.capacity for lease in self._kept)
 
     def commit(self, lease: Lease, rows: Sequence[int]) -> None:
         """Keeps these rows of the block that was written behind `lease.length`, in this order, and
@@ -115,12 +155,18 @@ class KVCache:
             best, best_length = lease, length
         return best, best_length
 
-    def _make_room(self, capacity: int) -> int | None:
-        """The start of `capacity` slots that no live lease holds, at the cost of the kept ranges that
+    def _touch(self, source: Lease | None) -> None:
+        """It was used just now."""
+        if source is not None and source in self._kept:
+            self._kept.remove(source)
+            self._kept.append(source)
+
+    def _make_room(self, capacity: int, taken: Sequence[Lease]) -> int | None:
+        """The start of `capacity` slots that none of `taken` holds, at the cost of the kept ranges that
         were used longest ago; None = there are none."""
         kept = list(self._kept)
         while True:
-            start = self._gap(capacity, [*self._live, *kept])
+            start = self._gap(capacity, [*taken, *kept])
             if start is not None or not kept:
                 return start
             kept.pop(0)

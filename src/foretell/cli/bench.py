@@ -12,6 +12,7 @@ from foretell.cli import (
     bench_longcontext,
     bench_ring,
     bench_run,
+    bench_serve,
     bench_sparse,
     bench_weights,
 )
@@ -36,6 +37,7 @@ app.command()(bench_sparse.attention)
 app.command()(bench_sparse.verification)
 app.command()(bench_longcontext.longcontext)
 app.command()(bench_ring.ring)
+app.command()(bench_serve.serve)
 
 
 @app.command()

@@ -39,6 +39,9 @@ def generate(
     logprobs: opt.LogprobsOpt = None,
     n: opt.NOpt = 1,
     ignore_eos: opt.IgnoreEosOpt = False,
+    json_object: opt.JsonObjectOpt = False,
+    json_schema: opt.JsonSchemaOpt = None,
+    regex: opt.RegexOpt = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Give the prompt to the model without chat template.")
     ] = False,

@@ -7,7 +7,20 @@ import sys
 
 import typer
 
-from foretell.cli import bench, chat, demo, drafters, export, generate, inspect, plan, profile, pull, train
+from foretell.cli import (
+    bench,
+    chat,
+    demo,
+    drafters,
+    export,
+    generate,
+    inspect,
+    plan,
+    profile,
+    pull,
+    serve,
+    train,
+)
 
 app = typer.Typer(
     name="foretell",
@@ -19,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(demo.demo)
 app.command()(pull.pull)
 app.command()(inspect.inspect)

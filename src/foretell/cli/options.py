@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from foretell.api import LLM
-    from foretell.types import SamplingParams
+    from foretell.types import Grammar, SamplingParams
 
 ModelOpt = Annotated[
     str,
@@ -86,6 +86,11 @@ LogprobsOpt = Annotated[
     int | None, typer.Option("--logprobs", help="Report this many alternatives per token.")
 ]
 NOpt = Annotated[int, typer.Option("-n", help="Answers per prompt.")]
+JsonObjectOpt = Annotated[bool, typer.Option("--json-object", help="The answer is a JSON object.")]
+JsonSchemaOpt = Annotated[
+    Path | None, typer.Option("--json-schema", help="The answer is JSON that this file's schema describes.")
+]
+RegexOpt = Annotated[str | None, typer.Option("--regex", help="The whole answer matches this expression.")]
 IgnoreEosOpt = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON, one object per result.")]
 
@@ -119,6 +124,7 @@ _LLM_OPTIONS = (
     "weights",
     "allow_untested",
     "kv_tokens",
+    "max_batch",
     "kv",
     "kv_budget",
     "lossless",
@@ -154,4 +160,28 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
         values["stop"] = tuple(values["stop"] or ())
     if "logit_bias" in values:
         values["logit_bias"] = parse_bias(values["logit_bias"])
-    return SamplingParams(**values)
+    return SamplingParams(**values, grammar=_grammar(given))
+
+
+def _grammar(given: Mapping[str, Any]) -> Grammar | None:
+    """What a verb's options ask the answer to be.
+
+    Raises:
+        InputError: they ask for several things, or the file cannot be read.
+    """
+    from foretell.errors import InputError
+    from foretell.types import Grammar
+
+    asked = [name for name in ("json_object", "json_schema", "regex") if given.get(name) not in (None, False)]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise InputError(f"{flags} exclude each other")
+    (kind,), value = asked, given[asked[0]]
+    if kind != "json_schema":
+        return Grammar(kind, "" if kind == "json_object" else value)
+    try:
+        return Grammar(kind, value.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"json_schema {value} cannot be read: {error}") from error

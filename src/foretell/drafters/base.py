@@ -53,6 +53,11 @@ class DraftRequest(Protocol):
     def lease(self) -> Lease | None: ...
 
 
+def reserved(request: DraftRequest) -> int:
+    """How many tokens the request's own cache should hold by now: as many as the target's has room for."""
+    return request.capacity if request.lease is None else min(request.capacity, request.lease.capacity)
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
     """What one step of the target showed of one request.

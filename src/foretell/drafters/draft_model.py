@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foretell.attention import Queries, Segment, pack
 from foretell.cache import KVCache, Lease
-from foretell.drafters.base import DrafterContext, DraftRequest, Observed
+from foretell.drafters.base import DrafterContext, DraftRequest, Observed, reserved
 from foretell.drafters.translate import SameVocabulary, TokenMap, Translation
 from foretell.errors import InputError
 from foretell.models.base import TargetModel
@@ -218,8 +218,7 @@ class DraftModelDrafter:
                 context,
             )
             return
-        room = len(known) + self._spread * (request.capacity - len(request.tokens))
-        lease = self._cache.reserve(known, min(room, context))
+        lease = self._cache.reserve(known, self._room(request, len(known)))
         if lease is None:
             _log.warning("request %d gets no drafts: the draft's cache is full", request.id)
             return
@@ -234,6 +233,8 @@ class DraftModelDrafter:
                 state.looks.clear()
             if state is None or not plan.draft_tokens:
                 continue
+            if state.lease.capacity < (room := self._room(request, len(state.known))):
+                self._cache.grow(state.lease, room)
             growing[request.id] = self._grower(request, state, plan.draft_tokens)
         while active := [g for g in growing.values() if g.open]:
             for g, logits_U in zip(active, self._read(active), strict=True):
@@ -294,6 +295,11 @@ class DraftModelDrafter:
         if (state := self._states.get(request.id)) is None:
             return None
         return draft_mass(state.looks, self._watched, self._cache.arena, state.lease.start, length)
+
+    def _room(self, request: DraftRequest, known: int) -> int:
+        """Slots for a request of which so many ids are known: as far ahead as the target has reserved."""
+        most = reserved(request) - len(request.tokens)
+        return min(known + self._spread * most, self._model.max_context)
 
     @property
     def _spread(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foretell.attention import Batch, Segment, attend, pack
 from foretell.cache import KVArena, KVCache, Lease
-from foretell.drafters.base import DraftRequest, Observed
+from foretell.drafters.base import DraftRequest, Observed, reserved
 from foretell.drafters.grow import Candidate, Growth, Shape
 from foretell.drafters.lent import LentHead
 from foretell.heads.base import FeatureHead
@@ -159,7 +159,7 @@ class FeatureDrafter:
             return
         keys: list[int] = []
         _learn(keys, request.tokens, 0)
-        lease = self._cache.reserve(keys, min(request.capacity, limit) + self._scratch, whole=True)
+        lease = self._cache.reserve(keys, self._room(request), whole=True)
         if lease is None:
             _log.warning("request %d gets no drafts: the head's cache is full", request.id)
             return
@@ -180,8 +180,19 @@ class FeatureDrafter:
         new = feature_TW[state.known - seen.start :]
         if len(new):
             state.waiting.append(new)
-        while state.unread >= _CHUNK and state.known < len(request.tokens):
+        while state.unread >= _CHUNK and state.known < len(request.tokens) and self._fits(request, state):
             self._read([request], logits=False)
+
+    def _room(self, request: DraftRequest) -> int:
+        """Slots for the request, as far ahead as the target has reserved."""
+        return min(reserved(request), self.runner.head.max_context) + self._scratch
+
+    def _fits(self, request: DraftRequest, state: _State) -> bool:
+        """Whether all rows that can be computed have slots; makes room for them where it can."""
+        need = state.lease.length + state.unread + self._scratch
+        if need > state.lease.capacity:
+            self._cache.grow(state.lease, max(need, self._room(request)))
+        return need <= state.lease.capacity
 
     def finish(self, request: DraftRequest) -> None:
         """Gives the request's slots back."""
@@ -212,7 +223,8 @@ class FeatureDrafter:
     def _ready(self, request: DraftRequest, state: _State) -> bool:
         """Whether the feature before the last token has just come, and the head's context has room."""
         complete = state.unread > 0 and state.known == len(request.tokens) - 1
-        return complete and len(request.tokens) < self.runner.head.max_context
+        short = len(request.tokens) < self.runner.head.max_context
+        return complete and short and self._fits(request, state)
 
     def _plant(self, drafts: list[_Draft]) -> None:
         """Computes the rows that wait, and what may follow the last token."""

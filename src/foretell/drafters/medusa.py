@@ -148,8 +148,11 @@ class MedusaDrafter:
         """Guesses per head, the likeliest first; the heads before are taken to be right."""
         guesses: list[list[int]] = []
         for logits_V in logits_KV:
-            ahead = [ranked[0] for ranked in guesses]
-            guesses.append([token for token, _ in request.sampler.rank(logits_V, ahead, _TOP)])
+            ahead = [tokens[0] for tokens in guesses]
+            ranked = request.sampler.rank(logits_V, ahead, _TOP)
+            if not ranked:  # the request's grammar allows nothing
+                break
+            guesses.append([token for token, _ in ranked])
         return guesses
 
     def _tree(self, guesses: list[list[int]], budget: int, end_ids: frozenset[int]) -> DraftTree:

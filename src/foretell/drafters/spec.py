@@ -232,3 +232,10 @@ def _described(docstring: str) -> dict[str, str]:
         elif names and line.startswith(" " * 12):
             found |= {name: f"{found[name]} {line.strip()}" for name in names}
     return found
+
+
+def origins_of(parts: Sequence[Part], drafter: Drafter) -> tuple[str, ...]:
+    """Names of the origins of drafts (`DraftTree.origin`): the drafters; for `auto`, what it is made of."""
+    if [part.name for part in parts] == ["auto"]:
+        return ("suffix", "heads") if isinstance(drafter, CombinedDrafter) else ("suffix",)
+    return tuple(part.name for part in parts) or (type(drafter).__name__,)

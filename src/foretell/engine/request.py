@@ -11,7 +11,9 @@ from foretell.cache import Lease
 from foretell.engine.detokenize import Detokenizer
 from foretell.sampling import Sampler
 from foretell.stats import StepStats
-from foretell.types import FinishReason, SamplingParams
+from foretell.types import FinishReason, SamplingParams, StepPlan
+
+PLAIN = StepPlan(0, "the request wants no drafts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,23 @@ class Chunk:
     Args:
         text: new text; may be empty while a character or a possible stop string is incomplete.
         token_ids: new tokens.
-        drafted: for each new token, whether the drafter had proposed it.
+        origins: for each new token, which drafter had proposed it, counted from 0; -1 = none had.
+        places: for each new token, its place among those of its step, from 1: of a drafted one the depth
+            in its draft.
         finish_reason: set in the last chunk.
     """
 
     request_id: int
     text: str
     token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]
+    origins: tuple[int, ...]
+    places: tuple[int, ...]
     finish_reason: FinishReason | None = None
+
+    @property
+    def drafted(self) -> tuple[bool, ...]:
+        """For each new token, whether a drafter had proposed it."""
+        return tuple(origin >= 0 for origin in self.origins)
 
 
 @dataclass(eq=False, slots=True)
@@ -48,9 +58,15 @@ class Request:
 
     Attributes:
         tokens: prompt and emitted tokens.
-        capacity: slots reserved: prompt, answer, and a draft behind them.
-        drafted: for each emitted token, whether the drafter had proposed it.
+        capacity: slots that it can come to need: prompt, answer, and a draft behind them.
+        origins, places: for each emitted token, see `Chunk`.
+        drafts: whether it may have any.
         lossless: whether every verdict so far was.
+        plan: of its last step that could have had a draft.
+        error: what ended it with the reason "error".
+        turn, passed, waited, begun, made_way: the scheduler's: its place in the queue, requests that passed
+            it there, steps that it waited for slots, whether it has read anything since it was admitted,
+            and whether it gave its slots to one that had waited too long.
         shown, handed: characters and tokens that have been handed out; `closed`: the end too.
     """
 
@@ -63,6 +79,7 @@ class Request:
     sampler: Sampler
     detokenizer: Detokenizer | None
     seed: int
+    drafts: bool = True
     lease: Lease | None = None
     finish_reason: FinishReason | None = None
     text: str = ""
@@ -70,9 +87,22 @@ class Request:
     shown: int = 0
     handed: int = 0
     closed: bool = False
-    drafted: list[bool] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
+    plan: StepPlan | None = None
+    error: Exception | None = None
+    turn: int = 0
+    passed: int = 0
+    waited: int = 0
+    begun: bool = False
+    made_way: bool = False
+
+    @property
+    def drafted(self) -> list[bool]:
+        """For each emitted token, whether a drafter had proposed it."""
+        return [origin >= 0 for origin in self.origins]
 
     @property
     def output_ids(self) -> list[int]:
@@ -92,14 +122,16 @@ class Request:
         assert self.lease is not None
         return len(self.tokens) - self.lease.length
 
-    def emit(self, token_id: int, logits_V: Tensor, *, drafted: bool) -> FinishReason | None:
-        """Adds one token of the target; returns why the answer ends with it, if it does.
+    def emit(self, token_id: int, logits_V: Tensor, origin: int, place: int) -> FinishReason | None:
+        """Adds one token of the target, `origin` and `place` as in `Chunk`; returns why the answer ends with
+        it, if it does.
 
         What belongs to a stop string and what comes after it is taken back: text, ids and
         log-probabilities alike.
         """
         self.tokens.append(token_id)
-        self.drafted.append(drafted)
+        self.origins.append(origin)
+        self.places.append(place)
         if self.params.logprobs is not None:
             self.logprobs.append(_logprob(logits_V, token_id, self.params.logprobs))
         if token_id in self.end_ids:
@@ -133,7 +165,8 @@ class Request:
             self.id,
             self.text[self.shown : text],
             tuple(self.output_ids[self.handed : ids]),
-            tuple(self.drafted[self.handed : ids]),
+            tuple(self.origins[self.handed : ids]),
+            tuple(self.places[self.handed : ids]),
             self.finish_reason,
         )
         self.shown, self.handed = text, ids
@@ -170,7 +203,7 @@ class Request:
         self.text = self.text[: min(places)]
         kept = self.detokenizer.ids_for(len(self.text))
         del self.tokens[self.prompt_length + kept :]
-        del self.drafted[kept:], self.logprobs[kept:]
+        del self.origins[kept:], self.places[kept:], self.logprobs[kept:]
         return True
 
 

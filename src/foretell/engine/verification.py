@@ -60,19 +60,11 @@ class KeyedDraws:
 
 
 def likeliest(logits_RV: Tensor) -> list[int]:
-    """The likeliest token of every row.
-
-    Raises:
-        FloatingPointError: the target's logits are not finite.
-    """
-    best = logits_RV.max(dim=-1) if len(logits_RV) else None
-    if best is None:
+    """The likeliest token of every row; -1 where its logits are not finite."""
+    if not len(logits_RV):
         return []
-    if not bool(torch.isfinite(best.values).all()):
-        raise FloatingPointError(
-            "the target's logits are not finite: damaged weights, or an overflow in half precision"
-        )
-    ids: list[int] = best.indices.tolist()
+    best = logits_RV.max(dim=-1)
+    ids: list[int] = torch.where(torch.isfinite(best.values), best.indices, -1).tolist()
     return ids
 
 
@@ -80,8 +72,16 @@ def verify(
     rule: Rule, sampler: Sampler, tree: DraftTree, logits_RV: Tensor, best_R: Sequence[int]
 ) -> Verdict | None:
     """What the rule makes of a tree, from the logits of its root and nodes and the likeliest token of
-    each; None without rows."""
+    each; None without rows.
+
+    Raises:
+        FloatingPointError: the target's logits are not finite.
+    """
     if not len(logits_RV):
         return None
+    if -1 in best_R:
+        raise FloatingPointError(
+            "the target's logits are not finite: damaged weights, or an overflow in half precision"
+        )
     rows = Rows(sampler, tree, logits_RV, best_R if sampler.untouched else None)
     return rule.verify(tree, rows, KeyedDraws(sampler.seed, sampler.length))

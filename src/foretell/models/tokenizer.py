@@ -83,8 +83,11 @@ class Tokenizer:
         token = self._fast.token_to_id(_token_text(self._config.get("eos_token")))
         return frozenset() if token is None else frozenset([token])
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The prompt text of a conversation, up to where the assistant speaks.
+
+        Args:
+            tools: functions that the assistant may call, for templates that tell it of them.
 
         Raises:
             InputError: the model has no chat template, or it refuses these messages.
@@ -109,8 +112,8 @@ class Tokenizer:
         }
         try:
             template = environment.from_string(_GENERATION_TAG.sub("", self.chat_template))
-            absent = {"tools": None, "documents": None}
-            return template.render(messages=list(messages), add_generation_prompt=True, **absent, **special)
+            given = {"tools": tools, "documents": None}
+            return template.render(messages=list(messages), add_generation_prompt=True, **given, **special)
         except TemplateError as error:
             raise InputError(
                 f"the chat template of {self.folder.name} refuses these messages: {error}"

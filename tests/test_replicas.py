@@ -1,0 +1,187 @@
+"""Several replicas behind one address: who answers what, and what happens when one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretell.api import LLM
+from foretell.server.routing import Router, blocks, total
+from foretell.types import SamplingParams
+from tests import gguf_files
+
+SYSTEM = "You are a helpful assistant. " * 20  # two blocks and more
+
+
+def body(*turns: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": turn} for turn in turns]}).encode()
+
+
+def test_blocks_name_beginnings():
+    first, longer, other = blocks(body(SYSTEM)), blocks(body(SYSTEM, SYSTEM, "x")), blocks(body("a" + SYSTEM))
+    assert len(first) == 3
+    assert longer[:2] == first[:2]
+    assert not set(first) & set(other)
+    assert blocks(b"no JSON") == blocks(b"[1]") == blocks(b"[" * 10_000) == []
+    assert len(blocks(json.dumps({"prompt": "x" * 100_000}).encode())) == 64
+
+
+def test_a_conversation_stays_and_others_go_where_there_is_room():
+    router, turn = Router(3), blocks(body(SYSTEM))
+    assert router.choose(turn, [1, 0, 2]) == 1
+    router.remember(1, turn)
+    later = blocks(body(SYSTEM, "and then?"))
+    assert router.choose(later, [1, 3, 2]) == 1, "it has read the beginning"
+    assert router.choose(later, [1, 6, 2]) == 0, "but it has too much to do"
+    assert router.choose(later, [1, None, 0]) == 2, "or cannot take any"
+    assert router.choose(blocks(body("x" * 600)), [1, 3, 0]) == 2
+    router.forget(1)
+    assert router.choose(later, [1, 3, 2]) == 0
+
+
+@given(
+    names=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=6), max_size=30),
+    loads=st.lists(st.none() | st.integers(0, 9), min_size=1, max_size=4),
+)
+def test_whoever_is_chosen_can_take_it_and_is_not_overloaded(names, loads):
+    able = [load for load in loads if load is not None]
+    router = Router(len(loads))
+    for each in names if able else []:
+        chosen = router.choose(each, loads)
+        assert loads[chosen] is not None
+        assert loads[chosen] <= min(able) + 4
+        router.remember(chosen, each)
+
+
+def test_totals_add_up():
+    one = {"drafts": 30, "accepted": 60, "al": 3.0, "marginal_acceptance": [0.9, 0.6]}
+    two = {"drafts": 10, "accepted": 0, "al": 1.0, "marginal_acceptance": [0.5]}
+    added = total([one, two])
+    assert added == {"drafts": 40, "accepted": 60, "al": 2.5, "marginal_acceptance": [0.8, 0.45]}
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory):
+    """Two replicas; yields (process, address, path of the model)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORETELL_HOME", str(tmp_path_factory.mktemp("home")))
+        path = tmp_path_factory.mktemp("served") / "tiny.gguf"
+        gguf_files.write(path)
+        log = path.with_suffix(".log")
+        command = [sys.executable, "-m", "foretell", "serve", "-m", str(path), "--port", "0"]
+        options = ["--replicas", "2", "--drafter", "none", "--api-key", "key"]
+        with log.open("w") as file:
+            process = subprocess.Popen([*command, *options], stderr=file, stdout=file)
+        try:
+            yield process, _url(log, process), path
+        finally:
+            process.kill()
+
+
+def _url(log: Path, process) -> str:
+    for _ in range(1200):
+        if found := re.search(r"(http://\S+)/v1 is ready", log.read_text()):
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+@pytest.fixture
+def http(front):
+    with httpx.Client(base_url=front[1], headers={"Authorization": "Bearer key"}, timeout=60) as client:
+        yield client
+
+
+def ask(http, prompt, **changes):
+    given = {"model": "tiny.gguf", "prompt": prompt, "temperature": 0, "max_tokens": 8}
+    return http.post("/v1/completions", json=given | changes)
+
+
+def test_answers_are_offlines_and_prompts_return_to_where_they_were_read(front, http):
+    llm = LLM(front[2], drafter="none")
+    client = openai.OpenAI(base_url=f"{front[1]}/v1", api_key="key")
+    seen = set()
+    for number in range(4):
+        prompt = f"{number}" + "the same text " * 4
+        wanted = llm.generate(prompt, SamplingParams(max_tokens=8))[0].text
+        first = ask(http, prompt)
+        assert first.json()["choices"][0]["text"] == wanted
+        again = [ask(http, prompt).headers["X-Foretell-Replica"] for _ in range(3)]
+        assert set(again) == {first.headers["X-Foretell-Replica"]}
+        seen.add(again[0])
+        chunks = client.completions.create(
+            model="tiny.gguf", prompt=prompt, temperature=0, max_tokens=8, stream=True
+        )
+        assert "".join(c.choices[0].text for c in chunks) == wanted
+    assert client.models.list().data[0].id == "tiny.gguf"
+    with pytest.raises(openai.BadRequestError, match="echo is not supported"):
+        client.completions.create(model="tiny.gguf", prompt="x", echo=True)
+
+
+def test_the_front_has_the_key_and_counts_for_all(front, http):
+    assert httpx.get(f"{front[1]}/v1/models").status_code == 401
+    assert httpx.get(f"{front[1]}/health").json() == {"status": "ok", "replicas": 2}
+    stats = http.get("/stats").json()
+    assert [replica["ready"] for replica in stats["replicas"]] == [True, True]
+    lines = http.get("/metrics").text.splitlines()
+    emitted = [float(x.split()[-1]) for x in lines if x.startswith("foretell:generation_tokens_total{")]
+    assert len(emitted) == 2
+    assert sum(emitted) == stats["totals"]["emitted"] > 0
+
+
+def test_a_replica_that_ends_takes_its_requests_with_it_and_comes_back(front, http):
+    given = {"model": "tiny.gguf", "prompt": "the", "max_tokens": 240, "ignore_eos": True, "n": 16}
+    killed = None
+    text = ""
+    with http.stream("POST", "/v1/completions", json=given | {"stream": True}) as stream:
+        number = int(stream.headers["X-Foretell-Replica"])
+        for line in stream.iter_lines():
+            text += line + "\n"
+            if killed is None:
+                killed = http.get("/stats").json()["replicas"][number]["pid"]
+                os.kill(killed, signal.SIGKILL)
+    assert json.loads(text.strip().split("data: ")[-1])["error"]["message"] == (
+        "the replica that was answering has ended"
+    )
+    assert ask(http, "other").status_code == 200, "the other one answers meanwhile"
+    for _ in range(600):
+        replica = http.get("/stats").json()["replicas"][number]
+        if replica["ready"]:
+            break
+        time.sleep(0.05)
+    assert replica["ready"]
+    assert (replica["restarts"], replica["load"]) == (1, 0)
+    assert replica["pid"] != killed
+    assert httpx.get(f"{front[1]}/health").json()["replicas"] == 2
+
+
+def test_the_front_ends_its_replicas(front, http):
+    process = front[0]
+    pids = [replica["pid"] for replica in http.get("/stats").json()["replicas"]]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_replicas_that_cannot_start_are_an_error(tmp_path):
+    command = [sys.executable, "-m", "foretell", "serve", "--port", "0", "--replicas", "2", "-m", "no-such"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "no-such" in done.stderr
+    assert "a replica did not start" in done.stderr
+    assert "Traceback" not in done.stderr
