@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # a C compiler as a wheel, where the machine has none (foretell/kernels/build.py)
-EXTRAS := $(if $(or $(CC:cc=),$(shell command -v cc || command -v gcc || command -v clang)),dev,dev,compiler)
+EXTRAS := dev,grammar$(if $(or $(CC:cc=),$(shell command -v cc || command -v gcc || command -v clang)),,$(COMMA)compiler)
+COMMA := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test quick lint gpu-check clean

@@ -77,7 +77,7 @@ def compiler():
 
 
 def engine_of(
-    target, compiler, drafter="none", *, rule="coupled", options=None, draft_tokens=5, max_batch=16
+    target, compiler, drafter="none", *, rule="coupled", options=None, draft_tokens=5, kv_slots=512
 ):
     base = oracle.engine(target, drafter, rule=rule, options=options)
     return Engine(
@@ -87,8 +87,7 @@ def engine_of(
         FixedPlanner(draft_tokens),
         decode=LETTERS.decode,
         constrain=compiler,
-        kv_slots=512,
-        max_batch=max_batch,
+        kv_slots=kv_slots,
     )
 
 
@@ -206,6 +205,18 @@ def test_neighbours_without_a_grammar_are_untouched(target, compiler):
     assert [r.sampler.untouched for r in requests] == [True, False, True, False]
     for place in (0, 2):
         assert requests[place].output_ids == wanted[place]
+
+
+def test_a_request_that_is_put_back_says_the_same(target, compiler, monkeypatch):
+    """An arena in which four requests start and two can end: the others read their tokens again."""
+    monkeypatch.setattr("foretell.engine.scheduler._AHEAD", 4)
+    monkeypatch.setattr("foretell.engine.scheduler._PATIENCE", 6)
+    params = SamplingParams(max_tokens=60, grammar=Grammar("regex", "([a-f]{2} ){18,}"))
+    wanted = [plain(target, compiler, prompt, params) for prompt in PROMPTS]
+    engine = engine_of(target, compiler, "suffix", kv_slots=160)
+    requests = oracle.run(engine, PROMPTS, params, ENDS)
+    assert engine.stats.preempted > 0
+    assert [r.output_ids for r in requests] == wanted
 
 
 @pytest.mark.parametrize("limit", [1, 3, 5])

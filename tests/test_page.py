@@ -64,6 +64,7 @@ def finished(page) -> None:
 
 
 def test_an_answer_streams_and_its_tokens_say_who_proposed_them(page, server):
+    page.get_by_label("Temperature").fill("0.7")
     page.get_by_label("Seed").fill("7")
     page.get_by_label("Max tokens").fill("64")
     ask(page, "Why is the sky blue?")
@@ -77,7 +78,7 @@ def test_an_answer_streams_and_its_tokens_say_who_proposed_them(page, server):
     ]  # fmt: skip
     asked = server.asked[0]
     assert asked["messages"] == [{"role": "user", "content": "Why is the sky blue?"}]
-    assert (asked["temperature"], asked["seed"], asked["max_tokens"], asked["stream"]) == (0, 7, 64, True)
+    assert (asked["temperature"], asked["seed"], asked["max_tokens"], asked["stream"]) == (0.7, 7, 64, True)
     assert asked["foretell"] == {"tokens": True, "top": 5, "draft": True}
     foot = page.locator(".assistant .foot").inner_text()
     assert "20 tokens · 98.4 tokens/s · 2.40\u00d7 plain · 9 of 14 drafted kept · AL 2.80" in foot
@@ -96,6 +97,21 @@ def test_the_conversation_goes_on_and_begins_anew(page, server):
     ask(page, "three")
     finished(page)
     assert len(server.asked[2]["messages"]) == 1
+
+
+def test_without_a_seed_the_page_draws_one_that_can_be_used_again(page, server):
+    page.get_by_label("Temperature").fill("1")
+    for text in ("one", "two"):
+        ask(page, text)
+        finished(page)
+    seeds = [body["seed"] for body in server.asked]
+    assert seeds[0] != seeds[1]
+    assert f"seed {seeds[1]} · ended" in page.locator(".assistant .foot").nth(1).inner_text()
+    page.get_by_label("Temperature").fill("0")
+    ask(page, "three")
+    finished(page)
+    assert "seed" not in server.asked[2], "nothing is drawn"
+    assert "greedy · ended" in page.locator(".assistant .foot").nth(2).inner_text()
 
 
 def test_another_drafter_for_one_request(page, server):
@@ -222,3 +238,47 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page):
     ask(page, "hello")
     finished(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_the_real_server_behind_its_key(browser, tmp_path, monkeypatch):
+    """Files, headers, shapes and key of the server itself; tokens are parts of characters here."""
+    from foretell.api import LLM
+    from foretell.types import SamplingParams
+    from tests import gguf_files
+    from tests.serving import serving
+
+    monkeypatch.setenv("FORETELL_HOME", str(tmp_path))
+    gguf_files.write(tmp_path / "tiny.gguf")
+    made = []
+
+    def make() -> LLM:
+        made.append(LLM(tmp_path / "tiny.gguf", drafter="suffix", draft_tokens=4))
+        return made[0]
+
+    with serving(make, api_key="secret") as running:
+        context = browser.new_context()
+        page, wrong = context.new_page(), []
+        page.set_default_timeout(8000)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(f"{running.url}/")
+        sync_api.expect(page.locator("#banner")).to_contain_text("wants its API key")
+        page.get_by_label("Key").fill("secret")
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#model")).to_contain_text(
+            "tiny.gguf, drafter suffix, verified by coupled"
+        )
+        page.get_by_label("Max tokens").fill("40")
+        for text in ("the", "again"):
+            ask(page, text)
+            finished(page)
+        texts = [body.text_content() for body in page.locator(".assistant .body").all()]
+        facts = page.locator(".assistant .foot").last.inner_text()
+        assert page.locator(".assistant .token").count() == 80
+        context.close()
+        assert not wrong
+    plain = LLM(made[0].loaded, drafter="none")
+    talk = [{"role": "user", "content": "the"}]
+    first = plain.generate(talk, SamplingParams(max_tokens=40))[0].text
+    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+    assert texts == [first, plain.generate(talk, SamplingParams(max_tokens=40))[0].text]
+    assert "40 tokens" in facts

@@ -343,7 +343,7 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": NO_TOOL}, "is no tool", "tool_choice"),
     ({"parallel_tool_calls": False}, "no function may be called", "parallel_tool_calls"),
     ({"tools": [ODD]}, "'oneOf' cannot be enforced", "tools"),
-    ({"messages": [{"role": "user"}]}, "content is missing", "messages"),
+    ({"messages": [{"role": "user"}]}, "content is missing", "messages.0.content"),
     ({"foretell": {"top": 3}}, "foretell.top needs foretell.tokens", "foretell"),
 ]
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,23 +48,15 @@ class GrammarMatcher:
     def restrict(self, scores_V: Tensor, answer: Sequence[int]) -> None:
         """See `Constraint`. Where the grammar can go on with no token of the vocabulary, the end tokens may
         come, so that the answer ends."""
-        from xgrammar import apply_token_bitmask_inplace
-
         if not self._follow(list(answer)) or self._matcher.is_terminated():
             return
         if not self._matcher.fill_next_token_bitmask(self._bits_W[None]):
             return
-        if not bool(self._bits_W.any()):
+        allowed = np.unpackbits(self._bits_W.numpy().view(np.uint8), bitorder="little")[: len(scores_V)]
+        if not self._bits_W.numpy().any():
             _log.warning("no token of the model can go on with the grammar after %d tokens", len(answer))
-            for token in self._matcher.stop_token_ids:
-                self._bits_W[token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
-        cpu = scores_V.device.type == "cpu"
-        apply_token_bitmask_inplace(
-            scores_V[None],
-            self._bits_W[None].to(scores_V.device),
-            vocab_size=len(scores_V),
-            backend="cpu" if cpu else "torch_native",
-        )
+            allowed[[token for token in self._matcher.stop_token_ids if token < len(scores_V)]] = 1
+        scores_V.masked_fill_(torch.from_numpy(allowed == 0).to(scores_V.device), -torch.inf)
 
     def _follow(self, answer: list[int]) -> bool:
         """Brings the matcher behind `answer`; False where the grammar refuses a token of it."""

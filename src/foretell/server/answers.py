@@ -11,6 +11,7 @@ from typing import Any
 from foretell.api import LLM
 from foretell.engine import Request
 from foretell.models.tokenizer import Piece as TokenPiece
+from foretell.server.errors import ApiError
 from foretell.server.jobs import Job, Piece
 from foretell.server.logprobs import chat_logprobs, completion_logprobs
 from foretell.server.schemas import ChatRequest, CompletionRequest, Sampled
@@ -263,8 +264,13 @@ def prompts_of(asked: Sampled, llm: LLM) -> list[list[int]]:
 
     Raises:
         InputError: a prompt that the tokenizer or the chat template refuses.
+        ApiError: a message without content that holds no calls either.
     """
     if isinstance(asked, ChatRequest):
+        for place, message in enumerate(asked.messages):
+            if message.content is None and not (message.role == "assistant" and message.tool_calls):
+                field = f"messages.{place}.content"
+                raise ApiError(400, f"{field} is missing", param=field, code="missing_required_parameter")
         messages, (tools, _) = [message.plain() for message in asked.messages], asked.callable
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
             return [llm.tokenizer.encode(render(llm.tokenizer, messages, tools), special=False)]

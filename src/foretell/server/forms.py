@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretell.errors import InputError
 from foretell.server.tools import Tool
 from foretell.types import Grammar
 
@@ -135,13 +134,3 @@ def grammar_for(form: ResponseFormat | None) -> Grammar | None:
             return Grammar("ebnf", form.grammar)
         case _:
             return None
-
-
-def check_content(role: str, content: object, calls: object) -> None:
-    """A message without content must hold calls.
-
-    Raises:
-        InputError: it does not.
-    """
-    if content is None and not (role == "assistant" and calls):
-        raise InputError("messages: content is missing; only an assistant's message with tool_calls has none")

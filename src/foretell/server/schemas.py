@@ -19,7 +19,6 @@ from foretell.server.forms import (
     ResponseFormat,
     ToolChoice,
     ToolSpec,
-    check_content,
     grammar_for,
 )
 from foretell.server.tools import Tool, choose, grammar_of
@@ -49,12 +48,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For the chat template, pieces joined.
-
-        Raises:
-            InputError: it has neither text nor calls.
-        """
-        check_content(self.role, self.content, self.tool_calls)
+        """For the chat template, pieces joined."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         told: dict[str, Any] = {"role": self.role, "content": text}

@@ -31,10 +31,11 @@ export class Answer {
     Object.assign(this, { log, detail, tip, origins });
     this.tokens = [];
     this.spans = [];
-    this.bytes = new TextDecoder();
+    this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
     this.steps = []; // tokens of each step so far: {drafted, own}
     this.times = []; // [milliseconds, tokens so far] per chunk
     this.text = "";
+    this.seed = null; // null = greedy
     this.facts = null; // what the last chunk said of the whole answer
     this.finish = null;
     const { element, body } = addMessage(log, "assistant", "Model");
@@ -55,7 +56,7 @@ export class Answer {
   take(chunk) {
     const choice = chunk.choices?.[0];
     const tokens = chunk.foretell?.tokens ?? [];
-    const follows = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
+    const follows = this.follows();
     this.text += choice?.delta?.content ?? "";
     for (const token of tokens) this.add(token);
     if (!tokens.length && choice?.delta?.content) this.body.append(choice.delta.content);
@@ -63,6 +64,11 @@ export class Answer {
     this.finish = choice?.finish_reason ?? this.finish;
     if (chunk.foretell?.stats) this.facts = chunk.foretell;
     if (follows) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  /** Whether the end of the conversation is in sight. */
+  follows() {
+    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
   }
 
   add(token) {
@@ -82,11 +88,13 @@ export class Answer {
   /** What a token adds to the text: nothing for a special one; bytes show once they are characters. */
   shown(token) {
     if (token.special) return "";
-    return token.bytes ? this.bytes.decode(new Uint8Array(token.bytes), { stream: true }) : token.text;
+    const bytes = token.bytes ? new Uint8Array(token.bytes) : new TextEncoder().encode(token.text);
+    return this.decoder.decode(bytes, { stream: true });
   }
 
-  /** A stop string may end the text within a token. */
-  trim() {
+  /** Bytes that never became a character show as one; a stop string may end the text within a token. */
+  settle() {
+    this.spans.at(-1).textContent += this.decoder.decode();
     let surplus = this.spans.reduce((sum, span) => sum + span.textContent.length, 0) - this.text.length;
     for (const span of this.spans.toReversed()) {
       if (surplus <= 0 || !this.body.textContent.startsWith(this.text)) break;
@@ -107,7 +115,8 @@ export class Answer {
   /** Ends the answer; `note` says why it is not whole. */
   end(note, plain, failed = false) {
     this.element.classList.remove("running");
-    if (this.tokens.length) this.trim();
+    const follows = this.follows();
+    if (this.tokens.length) this.settle();
     if (note) {
       const line = document.createElement("p");
       line.className = failed ? "failed" : "quiet foot";
@@ -116,15 +125,17 @@ export class Answer {
       this.element.append(line);
     }
     if (!this.facts) return;
-    const { stats: [stats], seeds: [seed], lossless } = this.facts;
+    const { stats: [stats], lossless } = this.facts;
     const parts = [`${this.tokens.length} tokens`, `${stats.tokens_per_s.toFixed(1)} tokens/s`];
     if (plain) parts.push(`${(stats.tokens_per_s / plain).toFixed(2)}× plain`);
     parts.push(`${stats.accepted} of ${stats.drafted} drafted kept`, `AL ${stats.al.toFixed(2)}`);
-    parts.push(lossless ? "lossless" : "LOSSY", `seed ${seed}`, NAMES[this.finish] ?? String(this.finish));
+    parts.push(lossless ? "lossless" : "LOSSY", this.seed === null ? "greedy" : `seed ${this.seed}`);
+    parts.push(NAMES[this.finish] ?? String(this.finish));
     const foot = document.createElement("p");
     foot.className = "quiet foot";
     foot.textContent = parts.join(" · ");
     this.element.append(foot);
+    if (follows) this.log.scrollTop = this.log.scrollHeight;
   }
 
   key(event) {

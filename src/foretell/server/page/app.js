@@ -117,15 +117,18 @@ function request(messages) {
     max_tokens: by("max-tokens").valueAsNumber,
     foretell: { tokens: true, top: 5, draft: by("drafter").value !== "none" },
   };
-  if (by("seed").value) body.seed = by("seed").valueAsNumber;
+  // the server's own seeds have more digits than a number has here
+  if (body.temperature > 0) body.seed = by("seed").value ? by("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   return body;
 }
 
 async function ask(messages, answer, signal) {
+  const body = request(messages);
+  answer.seed = body.seed ?? null;
   const reply = await fetch("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers() },
-    body: JSON.stringify(request(messages)),
+    body: JSON.stringify(body),
     signal,
   });
   if (!reply.ok) throw new Error(await reasonOf(reply));
@@ -197,7 +200,10 @@ by("stop").addEventListener("click", () => {
   by("prompt").focus();
 });
 by("fresh").addEventListener("click", startAgain);
-by("retry").addEventListener("click", refresh);
+by("banner").addEventListener("submit", (event) => {
+  event.preventDefault();
+  refresh();
+});
 refresh();
 setInterval(() => {
   if (!document.hidden) refresh();
