@@ -68,8 +68,8 @@ class Service:
         self._shape = shape_of(llm, self.settings)
         if not llm.engine.preempts:
             _log.warning(
-                "an answer keeps slots for all of its max_tokens here, since its text may depend on when tokens "
-                "are read: clients should set max_tokens"
+                "an answer keeps slots for all of its max_tokens here, since its text may depend on when "
+                "tokens are read: clients should set max_tokens"
             )
 
     @property
