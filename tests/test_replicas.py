@@ -39,30 +39,29 @@ def test_blocks_name_beginnings():
 
 
 def test_a_conversation_stays_and_others_go_where_there_is_room():
-    router, turn = Router(3), blocks(body(SYSTEM))
-    assert router.choose(turn, [1, 0, 2]) == 1
+    router, turn = Router(), blocks(body(SYSTEM))
+    assert router.rank(turn, {0: 1, 1: 0, 2: 2}) == [1, 0, 2]
     router.remember(1, turn)
     later = blocks(body(SYSTEM, "and then?"))
-    assert router.choose(later, [1, 3, 2]) == 1, "it has read the beginning"
-    assert router.choose(later, [1, 6, 2]) == 0, "but it has too much to do"
-    assert router.choose(later, [1, None, 0]) == 2, "or cannot take any"
-    assert router.choose(blocks(body("x" * 600)), [1, 3, 0]) == 2
+    assert router.rank(later, {0: 1, 1: 3, 2: 2}) == [1, 0, 2], "it has read the beginning"
+    assert router.rank(later, {0: 1, 1: 6, 2: 2}) == [0, 2, 1], "but it has too much to do"
+    assert router.rank(later, {0: 1, 2: 0}) == [2, 0], "or cannot take any"
+    assert router.rank(blocks(body("x" * 600)), {0: 1, 1: 3, 2: 0}) == [2, 0, 1]
     router.forget(1)
-    assert router.choose(later, [1, 3, 2]) == 0
+    assert router.rank(later, {0: 1, 1: 3, 2: 2}) == [0, 2, 1]
 
 
 @given(
     names=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=6), max_size=30),
-    loads=st.lists(st.none() | st.integers(0, 9), min_size=1, max_size=4),
+    loads=st.dictionaries(st.sampled_from("pqrs"), st.integers(0, 9), min_size=1),
 )
-def test_whoever_is_chosen_can_take_it_and_is_not_overloaded(names, loads):
-    able = [load for load in loads if load is not None]
-    router = Router(len(loads))
-    for each in names if able else []:
-        chosen = router.choose(each, loads)
-        assert loads[chosen] is not None
-        assert loads[chosen] <= min(able) + 4
-        router.remember(chosen, each)
+def test_whoever_comes_first_is_not_overloaded(names, loads):
+    router = Router()
+    for each in names:
+        ranked = router.rank(each, loads)
+        assert sorted(ranked) == sorted(loads)
+        assert loads[ranked[0]] <= min(loads.values()) + 4
+        router.remember(ranked[0], each)
 
 
 def test_totals_add_up():
@@ -91,7 +90,7 @@ def front(tmp_path_factory):
 
 
 def _url(log: Path, process) -> str:
-    for _ in range(1200):
+    for _ in range(3600):  # a busy machine starts two processes slowly
         if found := re.search(r"(http://\S+)/v1 is ready", log.read_text()):
             return found[1]
         assert process.poll() is None, log.read_text()
@@ -157,7 +156,7 @@ def test_a_replica_that_ends_takes_its_requests_with_it_and_comes_back(front, ht
         "the replica that was answering has ended"
     )
     assert ask(http, "other").status_code == 200, "the other one answers meanwhile"
-    for _ in range(600):
+    for _ in range(2400):
         replica = http.get("/stats").json()["replicas"][number]
         if replica["ready"]:
             break

@@ -256,7 +256,7 @@ def test_what_is_refused_and_how(changes, param, message, client, ask):
     ("changes", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
         ({"top_logprobs": 2}, "top_logprobs"),

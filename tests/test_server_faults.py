@@ -333,7 +333,7 @@ def _start(path, log, *options: str) -> subprocess.Popen[bytes]:
 
 
 def _url(log: Path, process) -> str:
-    for _ in range(600):
+    for _ in range(2400):
         if found := re.search(r"(http://\S+)/v1 is ready", log.read_text()):
             return found[1]
         assert process.poll() is None, log.read_text()

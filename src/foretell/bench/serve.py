@@ -164,7 +164,8 @@ def _address(child: subprocess.Popen[str]) -> tuple[str, int]:
             # what it goes on to say must not fill the pipe
             threading.Thread(target=child.stdout.read, daemon=True).start()
             return found[1], int(found[2])
-    raise Unavailable(next((line for line in reversed(said) if line), "it ended at once"))
+    told = [line for line in said if line and not line.startswith("hint:")]
+    raise Unavailable(told[-1] if told else "it ended at once")
 
 
 def mixed(items: Sequence[Item]) -> list[Item]:

@@ -57,6 +57,7 @@ class Engine:
         planner: see there.
         last: what the last step did.
         lossy: whether decoding reads less than everything.
+        preempts: whether a request may be put back, and reserves no more than it needs soon.
         constrain: see there; may be called on any thread.
         failures: what ended requests in the last step.
     """
@@ -91,7 +92,7 @@ class Engine:
             drafter.borrow(self.cache.arena)
         self._looks_ahead = reader is not None and looks_ahead(drafter, reader)
         # a draft that comes out otherwise after a prefix hit changes no text under an invariant rule
-        free = reader is None and rule.invariant
+        self.preempts = free = reader is None and rule.invariant
         reuse = not self._needs.prompts or free
         # reading emitted tokens again is no other text where nothing but the tokens decides about it
         self._scheduler = Scheduler(self.cache, max_batch, planner.max_draft, reuse=reuse, preempts=free)

@@ -66,6 +66,11 @@ class Service:
         llm = self.worker.llm
         self._vocabulary = await asyncio.to_thread(Vocabulary.of, llm)
         self._shape = shape_of(llm, self.settings)
+        if not llm.engine.preempts:
+            _log.warning(
+                "an answer keeps slots for all of its max_tokens here, since its text may depend on when "
+                "tokens are read: clients should set max_tokens"
+            )
 
     @property
     def shape(self) -> Shape:

@@ -45,7 +45,7 @@ class Front:
         self.settings = settings
         self.draining = False
         self._commands = commands
-        self._router = Router(len(commands))
+        self._router = Router()
         # a connection of its own per request: whether a replica is there shows before anything is sent
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=None, limits=limits)
@@ -99,10 +99,10 @@ class Front:
         body = await http.body()
         names = blocks(body)
         while True:
-            loads = [replica.load if replica.url else None for replica in self.replicas]
-            if all(load is None for load in loads):
+            loads = {replica.number: replica.load for replica in self.replicas if replica.url}
+            if not loads:
                 raise ApiError(503, "no replica is ready", headers={"Retry-After": "5"})
-            replica = self.replicas[self._router.choose(names, loads)]
+            replica = self.replicas[self._router.rank(names, loads)[0]]
             replica.load += 1
             try:
                 answer = await self._send(replica, http, body)

@@ -70,7 +70,7 @@ class Guard:
             if self._draining() and scope["path"] != "/metrics":
                 raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
             self._check_key(scope)
-            receive = await self._body(scope, receive)
+            _, receive = await read_body(scope, receive, self._settings)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -94,34 +94,38 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads the body up to the limit; what comes after it (a client that goes away) is still heard."""
-        most = self._settings.max_body
-        told = Headers(scope=scope).get("Content-Length", "")
-        if told.isascii() and told.isdigit() and int(told) > most:
-            raise _too_large(most)
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._settings.timeout):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        break
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > most:
-                        raise _too_large(most)
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self._settings.timeout:g} s") from None
-        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
-        async def replay() -> Message:
-            return body.pop() if body else await receive()
+async def read_body(scope: Scope, receive: Receive, settings: Settings) -> tuple[bytes, Receive]:
+    """Reads the body up to the limit. Also returns what goes on in `receive`'s place: it gives the body once
+    more, and then what comes after it (a client that goes away).
 
-        return replay
+    Raises:
+        ApiError: it is too large, or too slow.
+    """
+    most = settings.max_body
+    told = Headers(scope=scope).get("Content-Length", "")
+    if told.isascii() and told.isdigit() and int(told) > most:
+        raise _too_large(most)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.timeout):
+            while (message := await receive())["type"] == "http.request":
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most:
+                    raise _too_large(most)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {settings.timeout:g} s") from None
+    body = b"".join(parts)
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return left.pop() if left else await receive()
+
+    return body, replay
 
 
 def _too_large(most: int) -> ApiError:

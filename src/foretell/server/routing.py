@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
+K = TypeVar("K", bound=Hashable)
 _BLOCK = 256  # characters of a prompt that are remembered together
 _DEEPEST = 64  # blocks of one prompt
 _REMEMBERED = 8192  # blocks per replica
@@ -31,45 +32,43 @@ def blocks(body: bytes) -> list[str]:
 
 
 class Router:
-    """Remembers which replica has read which beginnings.
+    """Remembers which replica has read which beginnings. Replicas go by any name."""
 
-    Args:
-        replicas: how many there are.
-    """
+    def __init__(self) -> None:
+        self._known: dict[Hashable, OrderedDict[str, None]] = {}
 
-    def __init__(self, replicas: int) -> None:
-        self._known: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(replicas)]
-
-    def choose(self, names: Sequence[str], loads: Sequence[int | None]) -> int:
-        """The replica for a prompt.
+    def rank(self, names: Sequence[str], loads: Mapping[K, int]) -> list[K]:
+        """The replicas that can take a prompt, the best one first.
 
         Args:
             names: see `blocks`.
-            loads: requests that each replica has; None = it cannot take any. At least one can.
+            loads: requests that each replica has.
         """
-        able = [(load, number) for number, load in enumerate(loads) if load is not None]
-        least = min(able)[0]
-        fair = [
-            (-self._read(number, names), load, number) for load, number in able if load <= least + _UNFAIR
-        ]
-        return min(fair)[2]
+        least = min(loads.values(), default=0)
 
-    def remember(self, replica: int, names: Sequence[str]) -> None:
+        def worth(replica: K) -> tuple[bool, int, int]:
+            load = loads[replica]
+            fair = load <= least + _UNFAIR
+            return not fair, -self._read(replica, names) if fair else 0, load
+
+        return sorted(loads, key=worth)
+
+    def remember(self, replica: Hashable, names: Sequence[str]) -> None:
         """The replica reads this prompt."""
-        known = self._known[replica]
+        known = self._known.setdefault(replica, OrderedDict())
         for name in names:
             known[name] = None
             known.move_to_end(name)
         while len(known) > _REMEMBERED:
             known.popitem(last=False)
 
-    def forget(self, replica: int) -> None:
-        """The replica begins anew."""
-        self._known[replica].clear()
+    def forget(self, replica: Hashable) -> None:
+        """The replica begins anew, or is gone."""
+        self._known.pop(replica, None)
 
-    def _read(self, replica: int, names: Sequence[str]) -> int:
+    def _read(self, replica: Hashable, names: Sequence[str]) -> int:
         """Blocks of the prompt that a replica has read. A block is named by everything before it, too."""
-        known = self._known[replica]
+        known: Mapping[str, None] = self._known.get(replica, {})
         return next((count for count, name in enumerate(names) if name not in known), len(names))
 
 
