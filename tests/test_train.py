@@ -486,3 +486,23 @@ def test_short_answers_are_samples_without_rows(target, tmp_path):
     )
     judged.loss.backward()
     assert float(judged.loss) == 0
+
+
+def test_a_new_head_begins_at_the_target_s_last_layer(target, model_folder):
+    """Its output for a row is what the last layer makes of the state that it reads last."""
+    folder = model_folder("llama", **head_files.TARGET)
+    config = head_files.llama_config(num_hidden_layers=head_files.LAYERS)
+    made = Shape(config, target.num_layers, None, len(IDS), folder=folder)
+    head = RECIPES["eagle3"].make(made, head_rows(target, IDS).clone())
+    weight = reference_heads.read(folder)[1]
+    at = f"model.layers.{target.num_layers - 1}."
+    assert torch.equal(head.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])
+    q_HW, embed_HW = head.attention.qkv.weight[:32, 32:], head.attention.qkv.weight[:, :32]
+    assert torch.equal(q_HW, weight[f"{at}self_attn.q_proj.weight"])
+    assert not embed_HW.any()
+    assert torch.equal(head.norm.weight, weight["model.norm.weight"])
+    last = max(head.config.aux_layers)
+    aux = {layer: torch.zeros(1, 32) for layer in head.config.aux_layers} | {last: torch.ones(1, 32)}
+    assert float((head.features(None, aux) - 1).abs().max()) < 1
+    again = RECIPES["eagle3"].make(Shape(config, target.num_layers, None, len(IDS)), head_rows(target, IDS))
+    assert not torch.equal(again.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])

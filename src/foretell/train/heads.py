@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from foretell.registry import Registry
 from foretell.train.decoder import DistilObjective, SmallDecoder
 from foretell.train.losses import TokenLoss
 from foretell.train.objective import FeatureObjective, MedusaObjective, Objective, Teacher, Weights
+from foretell.train.warm import begin_at_last_layer
 
 Config = Mapping[str, Any]
+_INPUT_NORM = "model.layers.{}.input_layernorm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Shape:
         inner: width of the head's MLP; None = the target's.
         draft_vocab: size of the draft vocabulary.
         heads, depth: MEDUSA's heads, and residual blocks of each.
+        folder: the target's checkpoint, to begin from; None = random weights.
         small: layers, width and query heads of a small decoder.
     """
 
@@ -46,6 +50,7 @@ class Shape:
     heads: int = 4
     depth: int = 1
     small: tuple[int, int, int] = (4, 192, 3)
+    folder: Path | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -124,6 +129,9 @@ def _eagle3(shape: Shape, head_VW: Tensor) -> nn.Module:
     _begin(head)
     with torch.no_grad():
         head.lm_head.weight.copy_(head_VW)
+    if shape.folder is not None:
+        norms = {"midlayer.hidden_norm": _INPUT_NORM.format(shape.layers - 1), "norm": "model.norm"}
+        begin_at_last_layer(head, shape.folder, shape.layers, at="midlayer.", norms=norms, fuse=head.fc)
     return head
 
 
@@ -143,6 +151,8 @@ def _eagle3_config(shape: Shape) -> dict[str, Any]:
 def _eagle(shape: Shape, head_VW: Tensor) -> nn.Module:
     head = EagleHead(block_config(shape.config), fc_bias=False)
     _begin(head)
+    with torch.no_grad():  # the next state begins as the one before
+        head.fc.weight[:, head.fc.out_features :] += torch.eye(head.fc.out_features)
     return head
 
 
@@ -154,6 +164,9 @@ def _mtp(shape: Shape, head_VW: Tensor) -> nn.Module:
     block = block_config(shape.config)
     head = MtpHead(DEEPSEEK, Block(block), measures_of(block), block.hidden, block.eps, 0, 0)
     _begin(head)
+    if shape.folder is not None:
+        norms = {"input_layernorm": _INPUT_NORM.format(shape.layers - 1), "shared_head.norm": "model.norm"}
+        begin_at_last_layer(head, shape.folder, shape.layers, at="", norms=norms, fuse=head.fuse)
     return head
 
 
@@ -217,10 +230,10 @@ RECIPES: Registry[Recipe] = Registry(
     {
         "medusa": Recipe(_medusa, _medusa_config, Weights(decay=0.8), 1e-3, MedusaObjective),
         "eagle": Recipe(
-            _eagle, _eagle_config, Weights(token=0.1, state=1.0, noise=0.1), 5e-4, FeatureObjective
+            _eagle, _eagle_config, Weights(token=0.1, state=1.0, noise=0.1), 1e-3, FeatureObjective
         ),
-        "eagle3": Recipe(_eagle3, _eagle3_config, Weights(depths=7, decay=0.8), 5e-4, FeatureObjective),
+        "eagle3": Recipe(_eagle3, _eagle3_config, Weights(depths=7, decay=0.8), 2e-3, FeatureObjective),
         "draft": Recipe(_draft, _draft_config, Weights(), 1e-3, DistilObjective),
-        "mtp": Recipe(_mtp, _mtp_config, Weights(depths=3, decay=0.6), 5e-4, FeatureObjective),
+        "mtp": Recipe(_mtp, _mtp_config, Weights(depths=3, decay=0.6), 2e-3, FeatureObjective),
     },
 )

@@ -195,7 +195,9 @@ def _head(
         size = target.vocab_size
     vocabulary = choose_vocabulary(taught, size, target.vocab_size, sorted(llm.loaded.end_ids))
     config = read_config(llm.loaded.folder)
-    shape = Shape(config, target.num_layers, job.inner, size, job.heads, job.depth, job.small)
+    shape = Shape(
+        config, target.num_layers, job.inner, size, job.heads, job.depth, job.small, llm.loaded.folder
+    )
     with torch.random.fork_rng():
         torch.manual_seed(job.settings.seed)
         head = recipe.make(shape, Teacher(target, vocabulary.ids_V).head_VW)

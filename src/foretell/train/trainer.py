@@ -44,7 +44,7 @@ class TrainSettings:
     rows: int = 2048
     rate: float = 5e-4
     warmup: float = 0.05
-    clip: float = 0.5
+    clip: float = 5.0
     seed: int = 0
     evaluate: int = 0
     patience: int = 0
