@@ -590,7 +590,7 @@ def test_bad_plans(args, message, foretell):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--drafter", "eagle"), "needs an argument"),
+        (("--drafter", "draft"), "needs an argument"),
         (("--drafter", "ngram:x"), "takes no argument"),
         (("--drafter", "ngram+suffix"), "cannot stand before another"),
         (("--drafter", "suffix+suffix"), "is given twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -184,3 +185,42 @@ def test_replicas_that_cannot_start_are_an_error(tmp_path):
     assert "no-such" in done.stderr
     assert "a replica did not start" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Body(httpx.AsyncByteStream):
+    async def __aiter__(self):
+        yield b"here"
+
+
+class Dying(httpx.AsyncBaseTransport):
+    """Replicas that take a request and say nothing; the last one answers."""
+
+    def __init__(self, deaf):
+        self.deaf, self.asked = deaf, []
+
+    async def handle_async_request(self, request):
+        self.asked.append(request.url.port)
+        if request.url.port in self.deaf:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return httpx.Response(200, stream=Body())
+
+
+@pytest.mark.parametrize(("deaf", "status", "asked"), [({1}, 200, 2), ({1, 2}, 503, 2), (set(), 200, 1)])
+def test_a_request_that_was_lost_goes_to_another_replica_once(deaf, status, asked):
+    from foretell.server.front import Front, create_front
+    from foretell.server.settings import Settings
+
+    front = Front([["serve"]] * 3, Settings())
+    front._client = httpx.AsyncClient(transport=(replicas := Dying(deaf)))
+    front.replicas = [
+        type("R", (), {"number": n, "url": f"http://x:{n + 1}", "load": n, "pid": None})() for n in range(3)
+    ]
+    transport = httpx.ASGITransport(app=create_front(front))
+
+    async def ask_once():
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return await client.post("/v1/completions", json={"prompt": "x"})
+
+    answer = asyncio.run(ask_once())
+    assert (answer.status_code, len(replicas.asked)) == (status, asked)
+    assert [replica.load for replica in front.replicas] == [0, 1, 2]

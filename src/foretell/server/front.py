@@ -91,15 +91,16 @@ class Front:
         """A replica that cannot go on is started again; the front always can."""
 
     async def forward(self, http: Request) -> Response:
-        """Passes a request on to the replica that suits it best.
+        """Passes a request on to the replica that suits it best; to another one, once, if that ends before it
+        has said anything. A request that ends whoever takes it does not go round.
 
         Raises:
             ApiError: there is none, or it has ended.
         """
         body = await http.body()
-        names = blocks(body)
+        names, lost = blocks(body), set[int]()
         while True:
-            loads = {replica.number: replica.load for replica in self.replicas if replica.url}
+            loads = {r.number: r.load for r in self.replicas if r.url and r.number not in lost}
             if not loads:
                 raise ApiError(503, "no replica is ready", headers={"Retry-After": "5"})
             replica = self.replicas[self._router.rank(names, loads)[0]]
@@ -112,7 +113,9 @@ class Front:
                 replica.url = None
             except httpx.HTTPError as error:
                 replica.load -= 1
-                raise ApiError(503, _LOST, headers={"Retry-After": "1"}) from error
+                lost.add(replica.number)
+                if len(lost) > 1:
+                    raise ApiError(503, _LOST, headers={"Retry-After": "1"}) from error
             except BaseException:
                 replica.load -= 1
                 raise
