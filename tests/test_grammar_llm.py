@@ -13,6 +13,8 @@ from foretell.errors import InputError
 from foretell.types import Grammar, SamplingParams
 from tests import gguf_files
 
+pytestmark = pytest.mark.xdist_group("grammar")  # the fixtures are made once
+
 PERSON = {
     "type": "object",
     "properties": {
@@ -145,7 +147,6 @@ QUESTIONS = [
 
 
 @pytest.mark.real
-@pytest.mark.xdist_group("real")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_schema_answers_of_a_real_model_parse_and_validate(temperature, smollm):
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=5, grammar=SCHEMA)
@@ -167,7 +168,6 @@ def test_schema_answers_of_a_real_model_parse_and_validate(temperature, smollm):
 
 
 @pytest.mark.real
-@pytest.mark.xdist_group("real")
 def test_masks_of_a_real_vocabulary_are_those_of_its_bytes(smollm):
     """49,152 tokens: allowed is what the expression's first characters allow, and no special token."""
     import torch

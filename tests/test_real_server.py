@@ -11,7 +11,7 @@ from foretell.api import LLM
 from foretell.types import SamplingParams
 from tests.serving import serving
 
-pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real")]
+pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real server")]
 
 QUESTIONS = (
     "Name three rivers of Europe.",

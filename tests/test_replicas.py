@@ -23,6 +23,8 @@ from foretell.server.routing import Router, blocks, total
 from foretell.types import SamplingParams
 from tests import gguf_files
 
+pytestmark = pytest.mark.xdist_group("replicas")  # the fixtures are made once
+
 SYSTEM = "You are a helpful assistant. " * 20  # two blocks and more
 
 

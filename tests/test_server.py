@@ -14,6 +14,8 @@ from foretell.types import SamplingParams
 from tests import gguf_files
 from tests.serving import serving
 
+pytestmark = pytest.mark.xdist_group("server")  # the fixtures are made once
+
 CHAT = [{"role": "user", "content": "the"}]
 
 

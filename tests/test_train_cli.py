@@ -15,6 +15,8 @@ import torch
 from foretell.cli.main import main
 from tests import gguf_files
 
+pytestmark = pytest.mark.xdist_group("train")  # the fixtures are made once
+
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs")
 
 
