@@ -266,3 +266,15 @@ def test_torchrun(path):
 def test_errors_have_their_own_type():
     assert issubclass(RankError, RuntimeError)
     assert not issubclass(RankError, InputError)
+
+
+def test_the_rank_that_is_silent_lets_the_other_speak(monkeypatch):
+    """torchrun ends all ranks when one has ended."""
+    from foretell.parallel import team
+
+    slept = []
+    monkeypatch.setattr(team.time, "sleep", slept.append)
+    assert isinstance(team._refusal(0, "what", "hint"), InputError)
+    assert slept == []
+    assert isinstance(team._refusal(1, "what", "hint"), SystemExit)
+    assert slept == [team._HEARD]

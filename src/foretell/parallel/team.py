@@ -43,6 +43,7 @@ _BEAT = 1.0
 _SILENT = 3.0  # seconds without a sign of life
 LOST = 75  # exit code of a rank that ended because it lost another
 _GRACE = 3.0  # seconds for a process to end by itself
+_HEARD = 20.0  # seconds for rank 0 to say what is wrong; torchrun ends the others then
 
 
 def under_torchrun() -> bool:
@@ -77,8 +78,12 @@ def check_ranks(ranks: int, timeout: float = TIMEOUT) -> None:
 
 
 def _refusal(rank: int, message: str, hint: str) -> BaseException:
-    """What all ranks find wrong: rank 0 says it, the others end without a word."""
-    return SystemExit(2) if rank else InputError(message, hint=hint)
+    """What all ranks find wrong: rank 0 says it, the others end without a word, and later: torchrun ends
+    every rank when one has ended, also one that has not said yet what is wrong."""
+    if rank == 0:
+        return InputError(message, hint=hint)
+    time.sleep(_HEARD)
+    return SystemExit(2)
 
 
 def identity(model: TargetModel, command: list[str] | None = None) -> dict[str, Any]:
