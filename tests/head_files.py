@@ -280,3 +280,13 @@ def deepseek(folder: Path) -> Path:
         tensors |= _expert(f"{at}mlp.experts.{i}.", 24, seed)
     tensors |= _expert(f"{at}mlp.shared_experts.", 24, seed)
     return write(folder, config, tensors)
+
+
+def every_kind(root: Path) -> dict[str, Path]:
+    """A head of every drafter that has one."""
+    return {
+        "medusa": medusa(root / "medusa", "v1.0"),
+        "eagle": eagle(root / "eagle"),
+        "eagle3": eagle3(root / "eagle3", "speculators"),
+        "mtp": mimo(root / "mtp"),
+    }

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 
 from foretell.bench import attention, verification
-from foretell.cli.main import main
 from foretell.models.config import decoder_config, read_config
 from foretell.planner.arithmetic import Machine
 from foretell.sparse import POLICIES
 
 
-@pytest.fixture
-def foretell(monkeypatch, capsys):
-    """foretell ARGS -> (exit code, stdout, stderr)"""
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["foretell", *args])
-        monkeypatch.setattr(verification, "measure_machine", lambda: Machine(1e10, 1e11))
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    """Nothing is measured that the tests do not look at."""
+    monkeypatch.setattr(verification, "measure_machine", lambda: Machine(1e10, 1e11))
 
 
 def test_attention_writes_readings_and_choices(foretell, tmp_path):

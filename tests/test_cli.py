@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from foretell.cli.main import app, main
+from foretell.cli.main import app
 from tests import gguf_files
 
 FROZEN = Path(__file__).parent / "assets" / "cli.txt"
@@ -33,24 +32,6 @@ def gguf_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     gguf_files.write(path)
     return str(path)
-
-
-@pytest.fixture
-def foretell(monkeypatch, capsys):
-    """foretell ARGS -> (exit code, stdout, stderr)"""
-
-    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["foretell", *args])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code: object = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 def test_help_loads_neither_torch_nor_transformers():

@@ -40,12 +40,7 @@ def target(decoder):
 def make(target, decoder, tmp_path_factory):
     """case -> a new drafter"""
     root = tmp_path_factory.mktemp("heads")
-    folders = {
-        "medusa": head_files.medusa(root / "medusa", "v1.0"),
-        "eagle": head_files.eagle(root / "eagle"),
-        "eagle3": head_files.eagle3(root / "eagle3", "speculators"),
-        "mtp": head_files.mimo(root / "mtp"),
-    }
+    folders = head_files.every_kind(root)
     (root / "tree.json").write_text(json.dumps([[0], [1], [0, 0], [1, 0], [0, 0, 0]]))
     other = decoder("llama", hidden_size=16, num_hidden_layers=1)
 

@@ -23,7 +23,6 @@ from foretell.models.load import LoadedModel
 from foretell.sparse import POLICIES, Signals, select
 from foretell.types import SamplingParams, chain
 from tests import gguf_files, zoo
-from tests.test_cli import foretell  # noqa: F401
 
 IDS = [(i * i + 7 * i) % 90 + 3 for i in range(70)]
 TEXT = [(i * i * 3 + 5 * i) % 90 + 3 for i in range(2 * BLOCK + 1)]
@@ -233,7 +232,7 @@ SHORT = ("--lengths", "600", "--depths", "2", "--budget", "64", "--text", "8", "
 SHORT += ("--task", "perplexity", "--policy", "streaming", "--policy", "dustin")
 
 
-def test_the_command_runs_and_resumes(foretell, path, tmp_path):  # noqa: F811
+def test_the_command_runs_and_resumes(foretell, path, tmp_path):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "a.txt").write_text("The cat saw a dog. It ran away. " * 40)
     where = ("-m", str(path), "--books", str(tmp_path / "books"), "--out", str(tmp_path / "out"))
@@ -283,7 +282,7 @@ def test_the_command_runs_and_resumes(foretell, path, tmp_path):  # noqa: F811
         (["--lengths", "512", "--task", "common-words"], "common-words does not fit"),
     ],
 )
-def test_bad_input_is_named(args, message, foretell, path, tmp_path):  # noqa: F811
+def test_bad_input_is_named(args, message, foretell, path, tmp_path):
     where = ("-m", str(path), "--out", str(tmp_path))
     given = ["--lengths", "1024"] if "--lengths" not in args else []
     code, _, err = foretell("bench", "longcontext", *where, *given, *args)
@@ -291,7 +290,7 @@ def test_bad_input_is_named(args, message, foretell, path, tmp_path):  # noqa: F
     assert message in err
 
 
-def test_settings_without_effect_are_told(foretell, path, tmp_path):  # noqa: F811
+def test_settings_without_effect_are_told(foretell, path, tmp_path):
     args = ["--draft", str(path), "--draft-tokens", "0", "--lengths", "100", "--out", str(tmp_path)]
     args += ["--task", "kv", "--depths", "3", "--text", "8", "--books", "x"]
     _, _, err = foretell("bench", "longcontext", "-m", str(path), *args)
@@ -309,7 +308,7 @@ def test_a_draft_of_another_vocabulary_is_refused(tiny, tmp_path, monkeypatch):
         Runner(tiny, methods(["dustin"], [64]), Drafting(str(other)), 100)
 
 
-def test_longbench_runs_beside_a_task(foretell, path, tmp_path):  # noqa: F811
+def test_longbench_runs_beside_a_task(foretell, path, tmp_path):
     line = {"input": "Type:", "context": "Question: Who? Type: Person", "answers": ["Person"]}
     (tmp_path / "trec.jsonl").write_text(json.dumps({**line, "all_classes": ["Person", "Date"]}) + "\n")
     args = ("-m", str(path), "--longbench", str(tmp_path), "--task", "kv", "--lengths", "400")

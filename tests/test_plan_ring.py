@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from foretell.bench import ring as ring_bench
-from foretell.cli.main import main
 from foretell.errors import InputError
 from foretell.parallel.choose import Link
 from foretell.parallel.plan import Device, RingPlan, Shape
@@ -96,21 +94,6 @@ def test_bad_plans_say_what_would_be_right():
         Shape(1, 8, 3, 8)
     assert plan(memory=1.0).devices_needed is None
     assert plan(memory=1.0).largest_context == 0
-
-
-@pytest.fixture
-def foretell(monkeypatch, capsys):
-    def run(*args: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["foretell", *args])
-        code: object = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 def test_the_command_and_its_parent(foretell, tmp_path):

@@ -37,7 +37,6 @@ from foretell.sparse.policies import Dustin
 from foretell.sparse.profile import shipped
 from foretell.types import SamplingParams
 from tests import gguf_files, oracle, zoo
-from tests.test_cli import foretell  # noqa: F401
 from tests.test_sparse_decoding import GREEDY, LONG, SEEDED
 
 TINY = ModelShape("tiny", 3, 4, 32)
@@ -447,7 +446,7 @@ def _home(tmp_path_factory, monkeypatch):
 ARGS = ("--length", "330", "--traces", "3", "--blocks", "2", "--budget", "16", "--budget", "32")
 
 
-def test_the_command_line_finds_a_profile(foretell, model, tmp_path, monkeypatch, caplog):  # noqa: F811
+def test_the_command_line_finds_a_profile(foretell, model, tmp_path, monkeypatch, caplog):
     """And goes on: the second run reads nothing, the profile is the same and can be used."""
     out = tmp_path / "own.json"
     args = ("profile", "--target", model, *ARGS, "--out", str(out))
@@ -495,7 +494,7 @@ def test_the_command_line_finds_a_profile(foretell, model, tmp_path, monkeypatch
         (("--data", "nowhere.txt"), "nowhere.txt cannot be read"),
     ],
 )
-def test_bad_settings(more, message, foretell, model, tmp_path):  # noqa: F811
+def test_bad_settings(more, message, foretell, model, tmp_path):
     out = () if "--out" in more else ("--out", str(tmp_path / "own.json"))
     code, _, err = foretell("profile", "--target", model, *ARGS, *out, *more)
     assert code == 2

@@ -11,23 +11,13 @@ import pytest
 from foretell.api import LLM
 from foretell.errors import InputError
 from foretell.types import SamplingParams
-from tests import gguf_files
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 serve = pytest.importorskip("ray.serve")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORETELL_HOME", str(tmp_path_factory.mktemp("home")))
-        path = tmp_path_factory.mktemp("served") / "tiny.gguf"
-        gguf_files.write(path)
-        yield path
-
-
-@pytest.fixture(scope="module")
-def url(path):
+def url(tiny_gguf):
     from foretell.server.ray import build
 
     with socket.socket() as free:
@@ -36,7 +26,7 @@ def url(path):
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        given = {"model": str(path), "drafter": "none", "replicas": 2, "max_batch": 4, "max_queue": 4}
+        given = {"model": str(tiny_gguf), "drafter": "none", "replicas": 2, "max_batch": 4, "max_queue": 4}
         serve.run(build(given | {"actor": {"num_cpus": 0.5}}))
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -44,8 +34,8 @@ def url(path):
         ray.shutdown()
 
 
-def test_the_same_app_with_the_same_answers(url, path):
-    llm = LLM(path, drafter="none")
+def test_the_same_app_with_the_same_answers(url, tiny_gguf):
+    llm = LLM(tiny_gguf, drafter="none")
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
     for prompt in ("one", "two", "three"):
         wanted = llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=4))[0].text

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from foretell.api import LLM
 from foretell.server.routing import Router, blocks, total
 from foretell.types import SamplingParams
-from tests import gguf_files
 
 pytestmark = pytest.mark.xdist_group("replicas")  # the fixtures are made once
 
@@ -75,21 +74,17 @@ def test_totals_add_up():
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory):
+def front(tiny_gguf):
     """Two replicas; yields (process, address, path of the model)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORETELL_HOME", str(tmp_path_factory.mktemp("home")))
-        path = tmp_path_factory.mktemp("served") / "tiny.gguf"
-        gguf_files.write(path)
-        log = path.with_suffix(".log")
-        command = [sys.executable, "-m", "foretell", "serve", "-m", str(path), "--port", "0"]
-        options = ["--replicas", "2", "--drafter", "none", "--api-key", "key"]
-        with log.open("w") as file:
-            process = subprocess.Popen([*command, *options], stderr=file, stdout=file)
-        try:
-            yield process, _url(log, process), path
-        finally:
-            process.kill()
+    log = tiny_gguf.with_suffix(".log")
+    command = [sys.executable, "-m", "foretell", "serve", "-m", str(tiny_gguf), "--port", "0"]
+    options = ["--replicas", "2", "--drafter", "none", "--api-key", "key"]
+    with log.open("w") as file:
+        process = subprocess.Popen([*command, *options], stderr=file, stdout=file)
+    try:
+        yield process, _url(log, process), tiny_gguf
+    finally:
+        process.kill()
 
 
 def _url(log: Path, process) -> str:
@@ -136,6 +131,7 @@ def test_answers_are_offlines_and_prompts_return_to_where_they_were_read(front, 
 def test_the_front_has_the_key_and_counts_for_all(front, http):
     assert httpx.get(f"{front[1]}/v1/models").status_code == 401
     assert httpx.get(f"{front[1]}/health").json() == {"status": "ok", "replicas": 2}
+    assert ask(http, "whatever").status_code == 200
     stats = http.get("/stats").json()
     assert [replica["ready"] for replica in stats["replicas"]] == [True, True]
     lines = http.get("/metrics").text.splitlines()
@@ -226,3 +222,43 @@ def test_a_request_that_was_lost_goes_to_another_replica_once(deaf, status, aske
     answer = asyncio.run(ask_once())
     assert (answer.status_code, len(replicas.asked)) == (status, asked)
     assert [replica.load for replica in front.replicas] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "'GET / 200 1 ms http://evil.example/v1 is ready'",
+        "'http://evil.example/v1 is ready'",
+        "'http://127.0.0.1:9/v1 is ready'",  # what a client could put on a line of its own
+        "'x' * 200_000",
+    ],
+)
+def test_what_a_replica_logs_moves_nobody(said, monkeypatch):
+    """Only its first word is where it listens; its log holds what clients have written."""
+    from foretell.server import replicas
+
+    script = (
+        "import os, sys, time; from pathlib import Path\n"
+        "print('http://127.0.0.1:8/v1 is ready', file=sys.stderr)\n"
+        f"print({said}, file=sys.stderr)\n"
+        "print('end', file=sys.stderr, flush=True); time.sleep(60)"
+    )
+    heard = []
+    monkeypatch.setattr("builtins.print", lambda text, **_: heard.append(text))
+    real = asyncio.create_subprocess_exec
+
+    async def fake(_python, *_arguments, **options):
+        return await real(sys.executable, "-c", script, **options)
+
+    monkeypatch.setattr(replicas.asyncio, "create_subprocess_exec", fake)
+
+    async def watch():
+        replica = replicas.Replica(0, ["serve"], {}, lambda _: None)
+        assert await replica.started() is None
+        while not any(text.startswith("end") for text in heard):
+            await asyncio.sleep(0.01)
+        url = replica.url
+        await replica.stop(0)
+        return url
+
+    assert asyncio.run(watch()) == "http://127.0.0.1:8"

@@ -42,12 +42,7 @@ def target(decoder):
 def make(target, decoder, tmp_path_factory):
     """A new drafter of every family that keeps something per request."""
     root = tmp_path_factory.mktemp("heads")
-    folders = {
-        "medusa": head_files.medusa(root / "medusa", "v1.0"),
-        "eagle": head_files.eagle(root / "eagle"),
-        "eagle3": head_files.eagle3(root / "eagle3", "speculators"),
-        "mtp": head_files.mimo(root / "mtp"),
-    }
+    folders = head_files.every_kind(root)
     other = decoder("llama", **{**head_files.TARGET, "num_hidden_layers": 1})
 
     def build(case: str):

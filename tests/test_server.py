@@ -11,7 +11,6 @@ import pytest
 
 from foretell.api import LLM
 from foretell.types import SamplingParams
-from tests import gguf_files
 from tests.serving import serving
 
 pytestmark = pytest.mark.xdist_group("server")  # the fixtures are made once
@@ -20,23 +19,14 @@ CHAT = [{"role": "user", "content": "the"}]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORETELL_HOME", str(tmp_path_factory.mktemp("home")))
-        path = tmp_path_factory.mktemp("served") / "tiny.gguf"
-        gguf_files.write(path)
-        yield path
-
-
-@pytest.fixture(scope="module")
-def llm(path):
+def llm(tiny_gguf):
     """Offline, without drafts."""
-    return LLM(path, drafter="none")
+    return LLM(tiny_gguf, drafter="none")
 
 
 @pytest.fixture(scope="module")
-def server(path):
-    make = lambda: LLM(path, drafter="ngram", drafter_options={"min_n": 1})  # noqa: E731
+def server(tiny_gguf):
+    make = lambda: LLM(tiny_gguf, drafter="ngram", drafter_options={"min_n": 1})  # noqa: E731
     with serving(make, max_body=100_000) as running:
         yield running
 
@@ -196,9 +186,9 @@ def test_log_probabilities_of_a_completion(client, ask, llm):
 
 
 @pytest.fixture(scope="module")
-def drafting(path):
+def drafting(tiny_gguf):
     """A server whose drafter remembers answers, and drafts in every step."""
-    with serving(lambda: LLM(path, drafter="suffix", draft_tokens=4)) as running:
+    with serving(lambda: LLM(tiny_gguf, drafter="suffix", draft_tokens=4)) as running:
         yield running
 
 

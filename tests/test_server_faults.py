@@ -22,7 +22,6 @@ from foretell.api import LLM
 from foretell.errors import InputError
 from foretell.server import Settings
 from foretell.types import EMPTY_TREE, NO_NEEDS, SamplingParams
-from tests import gguf_files
 from tests.serving import serving
 
 MARK = 77  # a token that no other prompt here has
@@ -48,17 +47,8 @@ class Explosive:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORETELL_HOME", str(tmp_path_factory.mktemp("home")))
-        path = tmp_path_factory.mktemp("served") / "tiny.gguf"
-        gguf_files.write(path)
-        yield path
-
-
-@pytest.fixture(scope="module")
-def server(path):
-    make = lambda: LLM(path, drafter="ngram", draft_tokens=3, max_batch=4)  # noqa: E731
+def server(tiny_gguf):
+    make = lambda: LLM(tiny_gguf, drafter="ngram", draft_tokens=3, max_batch=4)  # noqa: E731
     with serving(make, max_queue=8, timeout=20.0) as running:
         yield running
 
@@ -262,10 +252,10 @@ def test_random_requests_find_no_server_error(server):
 
 
 @pytest.mark.parametrize("grace", ["20", "0"])
-def test_told_to_stop_under_load(grace, path, loaded, tmp_path):
+def test_told_to_stop_under_load(grace, tiny_gguf, loaded, tmp_path):
     """With time, running streams end as they would have; without, each gets an error. Exit code 0."""
     log = (tmp_path / "log").open("w+")
-    process = _start(path, log, "--grace", grace, "--drafter", "none", "--log-json")
+    process = _start(tiny_gguf, log, "--grace", grace, "--drafter", "none", "--log-json")
     try:
         url = _url(tmp_path / "log", process)
         given = {"model": "tiny.gguf", "prompt": "the", "max_tokens": 240, "ignore_eos": True, "stream": True}
@@ -308,9 +298,9 @@ def test_told_to_stop_under_load(grace, path, loaded, tmp_path):
     assert all(r["request_id"].startswith("req-") and r["prompt_tokens"] == read for r in ended)
 
 
-def test_a_server_that_stops_takes_nothing_new(path, tmp_path):
+def test_a_server_that_stops_takes_nothing_new(tiny_gguf, tmp_path):
     log = (tmp_path / "log").open("w+")
-    process = _start(path, log, "--grace", "20", "--drafter", "none")
+    process = _start(tiny_gguf, log, "--grace", "20", "--drafter", "none")
     try:
         url = _url(tmp_path / "log", process)
         given = {"model": "tiny.gguf", "prompt": "the", "max_tokens": 240, "ignore_eos": True, "stream": True}
@@ -327,8 +317,8 @@ def test_a_server_that_stops_takes_nothing_new(path, tmp_path):
     assert refused.status_code == 503
 
 
-def _start(path, log, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "foretell", "serve", "-m", str(path), "--port", "0", *options]
+def _start(tiny_gguf, log, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "foretell", "serve", "-m", str(tiny_gguf), "--port", "0", *options]
     return subprocess.Popen(command, stderr=log, stdout=log)
 
 

@@ -15,7 +15,7 @@ from foretell.errors import InputError
 from foretell.sparse import KV_CHOICES, POLICIES, Signals, select
 from foretell.types import SamplingParams
 from tests import gguf_files, oracle, zoo
-from tests.test_cli import foretell, gguf_model  # noqa: F401
+from tests.test_cli import gguf_model  # noqa: F401
 
 LOSSY = [name for name in KV_CHOICES if name != "full"]
 LONG = [

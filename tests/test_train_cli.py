@@ -12,7 +12,6 @@ import time
 import pytest
 import torch
 
-from foretell.cli.main import main
 from tests import gguf_files
 
 pytestmark = pytest.mark.xdist_group("train")  # the fixtures are made once
@@ -42,22 +41,9 @@ def start(root, out, env):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True)
 
 
-@pytest.fixture
-def foretell(setup, monkeypatch, capsys):
-    """foretell ARGS -> (exit code, stdout, stderr), in this process."""
+@pytest.fixture(autouse=True)
+def _home(setup, monkeypatch):
     monkeypatch.setenv("FORETELL_HOME", setup[1]["FORETELL_HOME"])
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["foretell", *args])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 def losses(root, out):

@@ -86,6 +86,8 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         while not self._request.has_news:
+            if self._request.error is not None:  # also where another stream's step met it
+                raise self._request.error
             if self._request.finish_reason is not None:
                 raise StopIteration
             self._llm.step([self._request])

@@ -148,7 +148,9 @@ def process(*arguments: str) -> Iterator[tuple[str, int]]:
     stop = threading.Timer(_START_S, child.kill)
     try:
         stop.start()
-        yield _address(child)
+        address = _address(child)
+        stop.cancel()  # it has started; how long it is asked is nobody's limit
+        yield address
     finally:
         stop.cancel()
         child.terminate()

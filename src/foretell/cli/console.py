@@ -48,6 +48,20 @@ def progress_bar(*, count: bool = True) -> Progress:
 
 
 @contextmanager
+def named_progress() -> Iterator[Report]:
+    """A `Report` that draws a bar on stderr for everything that it is told of."""
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
 def model_progress() -> Iterator[Report]:
     """A `Report` that draws bars on stderr once something is reported."""
     bar = progress_bar(count=False)

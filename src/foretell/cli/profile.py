@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretell.cli import options as opt
-from foretell.cli.console import model_progress, print_json, progress_bar, stderr, stdout
+from foretell.cli.console import model_progress, named_progress, print_json, stderr, stdout
 from foretell.cli.results import result_folder
 from foretell.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from foretell.models.catalog import Report
     from foretell.models.load import LoadedModel
     from foretell.profiling import Outcome, Settings
@@ -88,14 +86,7 @@ def _find(models: list[LoadedModel], settings: Settings, weights: str, folder: P
     known = provenance()
     machine = f"{known['cores']} cores of {known['cpu']}, {weights} weights"
     origin = {"command": known["command"], "date": known["date"], "machine": machine}
-    with progress_bar() as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
+    with named_progress() as advance:
         draft = models[1] if len(models) > 1 else None
         return find(models[0], draft, settings, state, advance, origin)
 

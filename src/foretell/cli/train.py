@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretell.cli import options as opt
-from foretell.cli.console import model_progress, print_json, progress_bar, stderr, stdout
+from foretell.cli.console import model_progress, named_progress, print_json, stderr, stdout
 from foretell.errors import InputError
 
 if TYPE_CHECKING:
@@ -166,14 +166,7 @@ def _run(kind: str, given: dict[str, Any]) -> None:
             kv_tokens=given["batch"] * (job.answers.max_prompt + job.answers.max_tokens + 64),
             report=report,
         )
-    with progress_bar() as bar:
-        tasks: dict[str, Any] = {}
-
-        def advance(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
+    with named_progress() as advance:
         try:
             outcome = train_head(llm, prompts, job, advance)
         except TrainingStopped as error:

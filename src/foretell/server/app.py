@@ -33,6 +33,7 @@ from foretell.server.worker import Worker
 
 _log = logging.getLogger(__name__)
 WARNING_HEADER = "X-Foretell-Warning"
+_USER = 256  # characters of the field `user` that go to the log
 _FIELDS = (*ChatRequest.model_fields, *CompletionRequest.model_fields)
 
 
@@ -105,7 +106,7 @@ class Service:
         """
         facts: dict[str, Any] = http.state.facts
         if asked.user is not None:
-            facts["user"] = asked.user
+            facts["user"] = asked.user[:_USER]
         if asked.model not in (self.shape.model, self.shape.served):
             raise ApiError(
                 404, f"there is no model {asked.model!r} here", param="model", code="model_not_found"

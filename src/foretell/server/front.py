@@ -98,9 +98,9 @@ class Front:
             ApiError: there is none, or it has ended.
         """
         body = await http.body()
-        names, lost = blocks(body), set[int]()
+        names, tried, lost = blocks(body), set[int](), 0
         while True:
-            loads = {r.number: r.load for r in self.replicas if r.url and r.number not in lost}
+            loads = {r.number: r.load for r in self.replicas if r.url and r.number not in tried}
             if not loads:
                 raise ApiError(503, "no replica is ready", headers={"Retry-After": "5"})
             replica = self.replicas[self._router.rank(names, loads)[0]]
@@ -110,11 +110,12 @@ class Front:
                 break
             except httpx.ConnectError:  # nothing was sent: another one may answer
                 replica.load -= 1
-                replica.url = None
+                tried.add(replica.number)
             except httpx.HTTPError as error:
                 replica.load -= 1
-                lost.add(replica.number)
-                if len(lost) > 1:
+                tried.add(replica.number)
+                lost += 1
+                if lost > 1:
                     raise ApiError(503, _LOST, headers={"Retry-After": "1"}) from error
             except BaseException:
                 replica.load -= 1

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 _log = logging.getLogger(__name__)
 PARENT = "FORETELL_PARENT"  # names the process without which a replica ends
-_READY = re.compile(r"(http://\S+)/v1 is ready")
+_READY = re.compile(r"(http://127\.0\.0\.1:\d+)/v1 is ready")
+_LINE = 1 << 24  # bytes of a line of its log
 _START_S = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a process that ended is started again
 _HEALTHY_S = 60.0  # after which it counts as one that runs
@@ -95,15 +96,17 @@ class Replica:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            limit=_LINE,
             env=self._environment,
             start_new_session=True,  # a terminal's Ctrl-C goes to the front, which ends them in order
         )
         self._process, self.pid = process, process.pid
         assert process.stderr is not None
+        ready = False  # said once, before any request: later lines may hold what clients have written
         async for line in process.stderr:
             text = line.decode(errors="replace")
-            if found := _READY.search(text):
-                self.url = found[1]
+            if not ready and (found := _READY.fullmatch(text.strip())):
+                ready, self.url = True, found[1]
                 if not self._first.done():
                     self._first.set_result(None)
             elif text.strip():

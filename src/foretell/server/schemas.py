@@ -77,7 +77,11 @@ class Wishes(Body):
 def _broken(value: Any) -> bool:
     """Whether JSON's escapes made half a character somewhere in it."""
     if isinstance(value, str):
-        return any("\ud800" <= char <= "\udfff" for char in value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return True
+        return False
     if isinstance(value, dict):
         return any(_broken(item) for pair in value.items() for item in pair)
     return isinstance(value, list) and any(_broken(item) for item in value if not isinstance(item, int))

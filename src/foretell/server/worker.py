@@ -132,11 +132,13 @@ class Worker:
             if not future.set_running_or_notify_cancel():  # nobody waits any more
                 return
             try:
+                if self._ending:
+                    raise JobFailed(self.fatal or "the server is shutting down", 503)
                 future.set_result(do())
             except Exception as error:
                 future.set_exception(error)
 
-        if self.fatal is not None or not self._thread.is_alive():
+        if self._ending or not self._thread.is_alive():
             raise JobFailed(self.fatal or "the server is shutting down", 503)
         self._commands.put(command)
         return await asyncio.wrap_future(future)
@@ -171,8 +173,9 @@ class Worker:
             self._obey(wait=engine.idle)
             if not engine.idle and not self._ending:
                 self._step()
-        for job in self._jobs:
+        for job in list(self._jobs):
             self._abort(job)
+        self._obey(wait=False)  # what was asked meanwhile is refused, not forgotten
 
     def _end(self) -> None:
         self._ending = True
@@ -204,6 +207,7 @@ class Worker:
             self.llm.engine.abort(request)
         if job in self._jobs:
             self._jobs.remove(job)
+        self._metrics.load(self.llm.engine)  # no step may follow that would tell
 
     def _step(self) -> None:
         engine = self.llm.engine

@@ -61,7 +61,8 @@ def read_prompts(sources: Sequence[Path], limit: int | None = None) -> Prompts:
             for path in files:
                 _add_text(reader, path)
         elif source.suffix == ".jsonl" and source.is_file():
-            for line in source.read_bytes().split(b"\n")[: _lines(source)]:
+            lines = source.read_bytes().split(b"\n")
+            for line in lines if lines[-1] else lines[:-1]:  # a last newline begins no line
                 _add_line(reader, line)
         else:
             raise InputError(f"data: {source} is neither a .jsonl file nor a folder of text files")
@@ -73,12 +74,6 @@ def read_prompts(sources: Sequence[Path], limit: int | None = None) -> Prompts:
         )
     digest = hashlib.sha256("\n".join(key for key, _ in kept).encode()).hexdigest()[:16]
     return Prompts(tuple(messages for _, messages in kept[:limit]), dict(reader.skipped), digest)
-
-
-def _lines(path: Path) -> int:
-    """Lines of a file; what follows its last newline is one only if there is something."""
-    parts = path.read_bytes().split(b"\n")
-    return len(parts) if parts[-1] else len(parts) - 1
 
 
 def _add_text(reader: _Reader, path: Path) -> None:

@@ -34,7 +34,7 @@ def save_head(
     """Writes a head; the files of an earlier one are replaced only by whole ones.
 
     Args:
-        kind: "medusa", "eagle", "eagle3", "mtp", or "draft" (a whole model, without a draft vocabulary).
+        kind: "medusa", "eagle", "eagle3", "mtp", or "draft" (a whole model).
         config: of its layout, with the target's `vocab_size`.
         ids_V: target ids of its draft vocabulary; None = all.
 
@@ -43,7 +43,7 @@ def save_head(
     """
     rename = prefix_of(kind, config)
     tensors = {rename(s.name): s.view.detach().to("cpu", dtype).contiguous() for s in head.slots()}  # type: ignore[operator]
-    if ids_V is not None and kind != "draft":
+    if ids_V is not None:
         tensors |= vocabulary_maps(ids_V.cpu(), int(config["vocab_size"]))
     about = {KIND: kind, **config, "torch_dtype": str(dtype).removeprefix("torch.")}
     try:

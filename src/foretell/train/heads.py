@@ -87,6 +87,7 @@ class Recipe:
         weights: defaults of the objective.
         rate: learning rate.
         objective: its class.
+        model: it is a model of its own: it says everything, and has the target's tokenizer beside it.
     """
 
     make: Callable[[Shape, Tensor], nn.Module]
@@ -94,6 +95,7 @@ class Recipe:
     weights: Weights
     rate: float
     objective: Callable[[Any, Teacher, Weights, TokenLoss], Objective]
+    model: bool = False
 
 
 def _begin(head: nn.Module) -> None:
@@ -233,7 +235,7 @@ RECIPES: Registry[Recipe] = Registry(
             _eagle, _eagle_config, Weights(token=0.1, state=1.0, noise=0.1), 1e-3, FeatureObjective
         ),
         "eagle3": Recipe(_eagle3, _eagle3_config, Weights(depths=7, decay=0.8), 2e-3, FeatureObjective),
-        "draft": Recipe(_draft, _draft_config, Weights(), 1e-3, DistilObjective),
+        "draft": Recipe(_draft, _draft_config, Weights(), 1e-3, DistilObjective, model=True),
         "mtp": Recipe(_mtp, _mtp_config, Weights(depths=3, decay=0.6), 2e-3, FeatureObjective),
     },
 )

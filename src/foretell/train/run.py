@@ -28,7 +28,7 @@ from foretell.train.objective import Objective, Teacher, Weights
 from foretell.train.resume import load_head
 from foretell.train.states import StateStore
 from foretell.train.trainer import Trainer, TrainSettings
-from foretell.train.vocabulary import DraftVocabulary, choose_vocabulary
+from foretell.train.vocabulary import DraftVocabulary, choose_vocabulary, known_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,20 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
         TrainingStopped: the loss became no number.
     """
     recipe, target, loss = RECIPES[job.kind], llm.loaded.model, LOSSES[job.loss]
-    _check(llm, job)
+    given = _check(llm, job)
     answers = _answers_path(llm, prompts, job)
     _make_folders(job)
     samples = write_answers(llm, prompts, job.answers, answers, advance)
     taught, held = _split(samples, job)
-    head, vocabulary, config = _head(llm, job, recipe, taught)
-    teacher = Teacher(target, vocabulary.ids_V)
+    if given is None:
+        vocabulary = _vocabulary(llm, job, recipe, taught)
+        teacher = Teacher(target, vocabulary.ids_V)
+        head, config = _new_head(llm, job, recipe, teacher)
+    else:
+        head, config = given
+        ids_V: Tensor | None = head.target_ids  # type: ignore[assignment]
+        vocabulary = known_vocabulary(torch.arange(target.vocab_size) if ids_V is None else ids_V, taught)
+        teacher = Teacher(target, vocabulary.ids_V)
     objective: Objective = recipe.objective(head, teacher, job.weights, loss)
     folder = job.cache / f"states-{answers.stem.removeprefix('answers-')}"
     store = StateStore(target, head.needs, samples, folder if job.cache_bytes else None, job.cache_bytes)  # type: ignore[arg-type]
@@ -111,8 +118,8 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
     judge, latest = Validation(llm.loaded, held, job.judged_tokens, job.kind), job.out / "run" / "latest"
 
     def write(folder: Path) -> None:
-        save_head(job.kind, head, config, vocabulary.ids_V, folder)
-        if job.kind == "draft":
+        save_head(job.kind, head, config, None if recipe.model else vocabulary.ids_V, folder)
+        if recipe.model:
             copy_tokenizer(llm.loaded.folder, folder)
 
     def evaluate(step: int) -> dict[str, Any]:
@@ -138,13 +145,15 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
     return Outcome(job.out, best["evaluation"]["al"], best["step"], vocabulary.coverage, len(taught), log)
 
 
-def _check(llm: LLM, job: Job) -> None:
-    """What would only show once the answers are there."""
-    size = llm.loaded.model.vocab_size
-    if job.draft_vocab is not None and job.draft_vocab > size:
-        raise InputError(f"draft_vocab must be at most the target's vocabulary {size}, got {job.draft_vocab}")
+def _check(llm: LLM, job: Job) -> tuple[nn.Module, dict[str, Any]] | None:
+    """The head to go on from, if any; what is wrong with it would only show once the answers are there."""
+    target = llm.loaded.model
     if job.init is not None:
-        load_head(job.kind, job.init, llm.loaded.model)
+        return load_head(job.kind, job.init, target)
+    if job.draft_vocab is not None and job.draft_vocab > target.vocab_size:
+        size = target.vocab_size
+        raise InputError(f"draft_vocab must be at most the target's vocabulary {size}, got {job.draft_vocab}")
+    return None
 
 
 def _answers_path(llm: LLM, prompts: Prompts, job: Job) -> Path:
@@ -177,31 +186,21 @@ def _split(samples: list[Sample], job: Job) -> tuple[list[Sample], list[Sample]]
     return taught, samples[-job.held :]
 
 
-def _head(
-    llm: LLM, job: Job, recipe: Recipe, taught: list[Sample]
-) -> tuple[nn.Module, DraftVocabulary, dict[str, Any]]:
-    """The head to train, its draft vocabulary, its config.json."""
-    target = llm.loaded.model
-    if job.init is not None:
-        head, config = load_head(job.kind, job.init, target)
-        ids_V: Tensor | None = head.target_ids  # type: ignore[assignment]
-        if ids_V is None:
-            ids_V = torch.arange(target.vocab_size)
-        said = [t for sample in taught for t in sample.tokens[sample.prompt :]]
-        known = set(ids_V.tolist())
-        return head, DraftVocabulary(ids_V, sum(t in known for t in said) / len(said)), config
-    size = job.draft_vocab or min(_DRAFT_VOCAB, target.vocab_size)
-    if job.kind == "draft":  # a model of its own says everything
-        size = target.vocab_size
-    vocabulary = choose_vocabulary(taught, size, target.vocab_size, sorted(llm.loaded.end_ids))
-    config = read_config(llm.loaded.folder)
-    shape = Shape(
-        config, target.num_layers, job.inner, size, job.heads, job.depth, job.small, llm.loaded.folder
-    )
+def _vocabulary(llm: LLM, job: Job, recipe: Recipe, taught: list[Sample]) -> DraftVocabulary:
+    most = llm.loaded.model.vocab_size
+    size = most if recipe.model else job.draft_vocab or min(_DRAFT_VOCAB, most)
+    return choose_vocabulary(taught, size, most, sorted(llm.loaded.end_ids))
+
+
+def _new_head(llm: LLM, job: Job, recipe: Recipe, teacher: Teacher) -> tuple[nn.Module, dict[str, Any]]:
+    """A head to train, and its config.json."""
+    target, folder = llm.loaded.model, llm.loaded.folder
+    given = job.inner, len(teacher.ids_V), job.heads, job.depth, job.small
+    shape = Shape(read_config(folder), target.num_layers, *given, folder)
     with torch.random.fork_rng():
         torch.manual_seed(job.settings.seed)
-        head = recipe.make(shape, Teacher(target, vocabulary.ids_V).head_VW)
-    return head.to(target.device), vocabulary, recipe.config(shape)
+        head = recipe.make(shape, teacher.head_VW)
+    return head.to(target.device), recipe.config(shape)
 
 
 def _facts(llm: LLM, prompts: Prompts, job: Job, samples: int, answers: str) -> dict[str, Any]:

@@ -40,13 +40,26 @@ def choose_vocabulary(
         raise InputError(
             f"draft_vocab must be between 1 and the target's vocabulary {vocab_size}, got {size}"
         )
-    counts: Counter[int] = Counter()
-    for sample in samples:
-        counts.update(sample.tokens[sample.prompt :])
+    counts = _said(samples)
     first = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))
     rest = (token for token in range(vocab_size) if token not in counts and token not in always)
     while len(first) < size:
         first.append(next(rest))
-    kept = first[:size]
-    share = sum(counts[token] for token in kept) / max(1, counts.total())
-    return DraftVocabulary(torch.tensor(sorted(kept)), share)
+    return _covering(torch.tensor(sorted(first[:size])), counts)
+
+
+def known_vocabulary(ids_V: Tensor, samples: Iterable[Sample]) -> DraftVocabulary:
+    """That of a head which has one already."""
+    return _covering(ids_V, _said(samples))
+
+
+def _said(samples: Iterable[Sample]) -> Counter[int]:
+    """How often each token stands in the answers."""
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        counts.update(sample.tokens[sample.prompt :])
+    return counts
+
+
+def _covering(ids_V: Tensor, counts: Counter[int]) -> DraftVocabulary:
+    return DraftVocabulary(ids_V, sum(counts[token] for token in ids_V.tolist()) / max(1, counts.total()))
