@@ -70,9 +70,9 @@ class Seen:
     def __init__(self):
         self.pairs = []
 
-    def __call__(self, logits_RV, target_RV):
-        self.pairs.append((logits_RV.detach().clone(), target_RV.clone()))
-        return cross_entropy(logits_RV, target_RV)
+    def __call__(self, logits_RV, chance_RV):
+        self.pairs.append((logits_RV.detach().clone(), chance_RV.clone()))
+        return cross_entropy(logits_RV, chance_RV)
 
 
 def true_states(target, tokens):
@@ -114,7 +114,7 @@ def test_every_depth_sees_what_a_draft_of_the_engine_sees(kind, target):
     batch = join(SAMPLES, store_of(target, head).get(range(len(SAMPLES))))
     objective(batch, torch.Generator())
     assert len(seen.pairs) == depths
-    for depth, (logits_RV, target_RV) in enumerate(seen.pairs):
+    for depth, (logits_RV, chance_RV) in enumerate(seen.pairs):
         row = 0
         for one in SAMPLES:
             count = max(0, len(one.tokens) - 2 - depth - (one.prompt - 1))
@@ -124,9 +124,37 @@ def test_every_depth_sees_what_a_draft_of_the_engine_sees(kind, target):
                 expected_V = unrolled(head, target, known, path)
                 assert torch.allclose(logits_RV[row], expected_V, atol=3e-2, rtol=2e-2), (depth, place)
                 judge_V = true_states(target, one.tokens)[0][place + 1 + depth]
-                assert torch.allclose(target_RV[row], target.head(judge_V[None])[0, IDS], atol=1e-2)
+                expected_V = target.head(judge_V[None])[0, IDS].softmax(-1)
+                assert torch.allclose(chance_RV[row], expected_V, atol=1e-3)
                 row += 1
         assert row == len(logits_RV)
+
+
+@pytest.mark.parametrize("kind", [*FEATURE_KINDS, "medusa"])
+def test_rows_that_no_tree_would_come_from_are_left_out(kind, target):
+    """What is left is computed as before, and weighs as much of a depth as there is of it."""
+    head, _ = new_head(kind, target)
+    batch = join(SAMPLES, store_of(target, head).get(range(len(SAMPLES))))
+    objective = RECIPES[kind].objective
+    everything, some = Seen(), Seen()
+    whole = objective(head, Teacher(target, IDS), Weights(depths=3), everything)(batch, torch.Generator())
+    part = objective(head, Teacher(target, IDS), Weights(depths=3, among=9), some)(batch, torch.Generator())
+    assert (part.count, part.right) == (whole.count, whole.right)
+    known_T = torch.isin(batch.best_T, IDS)
+    kept, loss = torch.ones(len(batch.token_T), dtype=torch.bool), 0.0
+    for depth, (logits_RV, chance_RV) in enumerate(everything.pairs):
+        at_R = batch.rows(depth).at_R
+        judge_R = at_R + 1 + depth
+        left_R = kept[at_R]
+        torch.testing.assert_close(some.pairs[depth][0], logits_RV[left_R], atol=1e-5, rtol=1e-5)
+        known_R = known_T[judge_R]
+        loss += cross_entropy(logits_RV, chance_RV)[left_R & known_R].sum() / known_R.sum()
+        place_R = torch.searchsorted(IDS, batch.best_T[judge_R]).clamp(max=len(IDS) - 1)
+        rank_R = (logits_RV > logits_RV.gather(1, place_R[:, None])).sum(-1)
+        kept[at_R] &= known_R & (rank_R < 9)
+    assert len(some.pairs[1][0]) < len(everything.pairs[1][0])
+    if kind != "eagle":  # which has another loss beside it
+        torch.testing.assert_close(part.loss, loss)
 
 
 @pytest.mark.parametrize("kind", FEATURE_KINDS)
@@ -179,7 +207,10 @@ def test_medusa_heads_are_judged_by_the_place_they_foresee(target):
             seen.pairs[k][0][0], head_rows(target, IDS) @ state.detach(), atol=1e-2, rtol=1e-2
         )
         torch.testing.assert_close(
-            seen.pairs[k][1][0], head_rows(target, IDS) @ hidden[one.prompt + k], atol=1e-2, rtol=1e-2
+            seen.pairs[k][1][0],
+            (head_rows(target, IDS) @ hidden[one.prompt + k]).softmax(-1),
+            atol=1e-3,
+            rtol=1e-2,
         )
     assert judged.count == [sum(max(0, len(s.tokens) - s.prompt - 1 - k) for s in SAMPLES) for k in range(3)]
 
@@ -192,8 +223,8 @@ def test_tokens_that_cannot_be_drafted_do_not_count(target):
     assert 0 < int(known.sum()) < len(known)
     losses = []
 
-    def loss(logits_RV, target_RV):
-        losses.append(cross_entropy(logits_RV, target_RV))
+    def loss(logits_RV, chance_RV):
+        losses.append(cross_entropy(logits_RV, chance_RV))
         return losses[-1]
 
     judged = FeatureObjective(head, Teacher(target, IDS), Weights(depths=1), loss)(batch, torch.Generator())
@@ -202,14 +233,14 @@ def test_tokens_that_cannot_be_drafted_do_not_count(target):
 
 def test_losses_are_what_they_say():
     logits_RV = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    target_RV = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    p, q = target_RV.softmax(-1), logits_RV.softmax(-1)
-    torch.testing.assert_close(acceptance(logits_RV, target_RV), torch.minimum(p, q).sum(-1))
-    torch.testing.assert_close(acceptance(logits_RV, target_RV)[1], torch.tensor(1.0))
-    torch.testing.assert_close(cross_entropy(logits_RV, target_RV)[1], torch.tensor(math.log(3)))
-    before = acceptance(logits_RV, target_RV)[0].detach()
-    (grad,) = torch.autograd.grad(lk(logits_RV, target_RV)[0], logits_RV)
-    assert acceptance(logits_RV - 0.1 * grad, target_RV)[0] > before
+    p, q = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]).softmax(-1), logits_RV.softmax(-1)
+    torch.testing.assert_close(acceptance(logits_RV, p), torch.minimum(p, q).sum(-1))
+    torch.testing.assert_close(acceptance(logits_RV, p)[1], torch.tensor(1.0))
+    torch.testing.assert_close(cross_entropy(logits_RV, p), -(p * q.log()).sum(-1))
+    torch.testing.assert_close(cross_entropy(logits_RV, p)[1], torch.tensor(math.log(3)))
+    before = acceptance(logits_RV, p)[0].detach()
+    (grad,) = torch.autograd.grad(lk(logits_RV, p)[0], logits_RV)
+    assert acceptance(logits_RV - 0.1 * grad, p)[0] > before
 
 
 def test_the_vocabulary_is_what_is_said_most(target):

@@ -390,12 +390,8 @@ def _at_least(name: str, value: int | None, least: int) -> None:
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
-        listed: list[Any] = [prompts]
-    elif not prompts:
+    one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence)
+    if not one and not prompts:
         raise InputError("no prompts were given")
-    elif all(isinstance(item, Mapping) or hasattr(item, "__index__") for item in prompts):
-        listed = [prompts]
-    else:
-        listed = list(prompts)
-    return listed
+    one = one or all(isinstance(item, Mapping) or hasattr(item, "__index__") for item in prompts)
+    return [prompts] if one else list(prompts)  # type: ignore[list-item,arg-type]

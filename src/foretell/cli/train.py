@@ -70,6 +70,15 @@ DecayOpt = Annotated[
     float | None,
     typer.Option("--decay", help="Weight of a token beside the one before.  [default: the head's]"),
 ]
+AmongOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--among",
+        help="Train a later token only where the one before was among so many of the likeliest;"
+        " 0 = everywhere.  [default: 0]",
+        min=0,
+    ),
+]
 InnerOpt = Annotated[
     int | None, typer.Option("--inner", help="Width of the head's MLP.  [default: the target's]", min=1)
 ]
@@ -122,6 +131,7 @@ def _verb(kind: str) -> Callable[..., None]:
         loss: LossOpt = "ce",
         depths: DepthsOpt = None,
         decay: DecayOpt = None,
+        among: AmongOpt = None,
         inner: InnerOpt = None,
         draft_vocab: VocabOpt = None,
         heads: HeadsOpt = None,
@@ -180,7 +190,9 @@ def _job(kind: str, given: dict[str, Any]) -> Job:
     from foretell.train.trainer import TrainSettings
 
     _without_effect(kind, given)
-    weights, rate = with_defaults(kind, depths=given["depths"], decay=given["decay"], rate=given["rate"])
+    weights, rate = with_defaults(
+        kind, **{name: given[name] for name in ("depths", "decay", "among", "rate")}
+    )
     answers = {name: given[name] for name in ("max_tokens", "max_prompt", "temperature", "seed")}
     names = ("epochs", "rows", "seed", "evaluate", "patience", "save")
     settings = TrainSettings(rate=rate, **{name: given[name] for name in names})
@@ -210,10 +222,10 @@ def _small(given: dict[str, Any]) -> tuple[int, int, int]:
 
 
 _READ = {  # options that only some kinds read
-    "medusa": ("decay", "draft_vocab", "heads", "blocks"),
-    "eagle": ("depths", "decay", "inner", "draft_vocab"),
-    "eagle3": ("depths", "decay", "inner", "draft_vocab"),
-    "mtp": ("depths", "decay", "inner", "draft_vocab"),
+    "medusa": ("decay", "among", "draft_vocab", "heads", "blocks"),
+    "eagle": ("depths", "decay", "among", "inner", "draft_vocab"),
+    "eagle3": ("depths", "decay", "among", "inner", "draft_vocab"),
+    "mtp": ("depths", "decay", "among", "inner", "draft_vocab"),
     "draft": ("inner", "layers", "width"),
 }
 

@@ -3,7 +3,7 @@
 A feature head predicts the state after the next token from a token and the state before it. Its row i
 takes token i + 1 and the feature of token i, at position i, and leads to token i + 2.
 
-Shape suffixes: T rows, R rows whose logits are wanted, W hidden width, V target vocabulary, D head size.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width, V target vocabulary, D head size.
 """
 
 from __future__ import annotations
@@ -49,8 +49,15 @@ class FeatureHead(Protocol):
         """Features [T, W] of tokens that the target has read, from the states that it `needs`."""
         ...
 
-    def step(self, embed_TW: Tensor, feature_TW: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """The layer's output [T, W] per row."""
+    def step(
+        self,
+        embed_TW: Tensor,
+        feature_TW: Tensor,
+        angles: Angles,
+        attend: Attend,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output [T, W] per row, or of the wanted rows [R, W]; all rows give keys."""
         ...
 
     def feedback(self, out_TW: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Published layout of SafeAILab/EAGLE: `fc`, one decoder layer whose attention inp
 norm, no output head (the target's reads the predicted state), an embedding that may be left out. The
 feature is the target's last hidden state after its final norm.
 
-Shape suffixes: T rows, R rows whose logits are wanted, W hidden width.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width.
 """
 
 from __future__ import annotations
@@ -50,10 +50,18 @@ class EagleHead(nn.Module):
         assert hidden_TW is not None
         return hidden_TW
 
-    def step(self, embed_TW: Tensor, feature_TW: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def step(
+        self,
+        embed_TW: Tensor,
+        feature_TW: Tensor,
+        angles: Angles,
+        attend: Attend,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:
         """Predicted last hidden states."""
-        out_TW: Tensor = self.block(self.fc(torch.cat([embed_TW, feature_TW], -1)), angles, attend)
-        return out_TW
+        fused_TW = self.fc(torch.cat([embed_TW, feature_TW], -1))
+        out_RW: Tensor = self.block(fused_TW, angles, attend, wanted_R)
+        return out_RW
 
     def feedback(self, out_TW: Tensor) -> Tensor:
         """What was predicted is the next feature."""

@@ -9,7 +9,7 @@ Layer ids follow one of two conventions: "the input of layer X" (2, L/2, L - 3 b
 of layer X" (one less each). speculators writes the first, `eagle_config` of the others the second; the
 default ids tell themselves apart.
 
-Shape suffixes: T rows, R rows whose logits are wanted, W hidden width, V draft vocabulary.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from foretell.heads.layers import (
     RmsNorm,
     Slot,
     block_config,
+    picked,
 )
 from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.models.weights import Checkpoint
@@ -105,14 +106,21 @@ class Eagle3Head(nn.Module):
         out_TW: Tensor = self.fc(fused_TF)
         return out_TW
 
-    def step(self, embed_TW: Tensor, feature_TW: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def step(
+        self,
+        embed_TW: Tensor,
+        feature_TW: Tensor,
+        angles: Angles,
+        attend: Attend,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:
         """The layer's output, before the final norm."""
         normed_TW = self.hidden_norm(feature_TW)
         residual_TW = normed_TW if self.config.norm_before_residual else feature_TW
         both_TF = torch.cat([self.embed_norm(embed_TW), normed_TW], -1)
-        x_TW = residual_TW + self.attention(both_TF, angles, attend)
-        out_TW: Tensor = x_TW + self.mlp(self.post_norm(x_TW))
-        return out_TW
+        x_RW = picked(residual_TW, wanted_R) + self.attention(both_TF, angles, attend, wanted_R)
+        out_RW: Tensor = x_RW + self.mlp(self.post_norm(x_RW))
+        return out_RW
 
     def feedback(self, out_TW: Tensor) -> Tensor:
         """The output itself, or normed with `norm_output`."""

@@ -4,8 +4,8 @@ Keys and values come from one narrow latent; a part of each key that all heads s
 embedding. Here both are expanded and cached per head, values padded to the keys' size: for the one layer
 of a draft head that is simple and fast enough.
 
-Shape suffixes: T rows, W hidden width, H heads, D key size, N its unrotated part, P its rotated part, V
-value size, L latent width.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width, H heads, D key size, N its unrotated
+part, P its rotated part, V value size, L latent width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretell.heads.layers import Angles, Attend, Projection, RmsNorm, Slot, positive, rotate
+from foretell.heads.layers import Angles, Attend, Projection, RmsNorm, Slot, picked, positive, rotate
 from foretell.models.config import yarn_scale
 
 
@@ -93,8 +93,8 @@ class LatentAttention(nn.Module):
         self.up = Projection(config.rank, up)
         self.out = Projection(config.heads * config.value, {"o_proj": config.hidden}, config.bias)
 
-    def forward(self, x_TW: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """[T, W] to [T, W]."""
+    def forward(self, x_TW: Tensor, angles: Angles, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
+        """[T, W] to [T, W], or to the wanted rows [R, W]."""
         config = self._config
         q_TF = self.query(self.query_norm(self.query_down(x_TW)) if config.query_rank else x_TW)
         q_THD = q_TF.unflatten(-1, (config.heads, config.dim))
@@ -103,12 +103,12 @@ class LatentAttention(nn.Module):
         k_THN, v_THV = both_THF.split([config.unrotated, config.value], dim=-1)
         q_THN, q_THP = q_THD.split([config.unrotated, config.rotated], dim=-1)
         q_THP, k_T1P = self._turn(q_THP, angles), self._turn(shared_TP[:, None], angles)
-        q_THD = torch.cat([q_THN, q_THP], -1)
+        q_RHD = picked(torch.cat([q_THN, q_THP], -1), wanted_R)
         k_THD = torch.cat([k_THN, k_T1P.expand(-1, config.heads, -1)], -1)
         v_THD = F.pad(v_THV, (0, config.dim - config.value))
-        mixed_THD = attend(q_THD, k_THD, v_THD).unflatten(-1, (config.heads, config.dim))
-        out_TW: Tensor = self.out(mixed_THD[..., : config.value].flatten(1))
-        return out_TW
+        mixed_RHD = attend(q_RHD, k_THD, v_THD).unflatten(-1, (config.heads, config.dim))
+        out_RW: Tensor = self.out(mixed_RHD[..., : config.value].flatten(1))
+        return out_RW
 
     def _turn(self, x_THP: Tensor, angles: Angles) -> Tensor:
         if self._config.interleaved:  # pairs lie side by side; queries and keys are reordered alike

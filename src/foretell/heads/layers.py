@@ -4,7 +4,8 @@ In inference attention reads the head's KV cache; in training it is dense. Eithe
 rotated queries and keys and gets the mixed values back (`Attend`). Projections that share an input are
 one product; `slots` tells where each published tensor lies in it.
 
-Shape suffixes: T rows, W hidden width, I inner width, H query heads, K key/value heads, D head size.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width, I inner width, H query heads, K
+key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from foretell.models.config import Rope, read_rope
 
-# (q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H * D]
+# (q [R, H, D], k [T, K, D], v [T, K, D]) -> [R, H * D]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Angles = tuple[Tensor, Tensor]  # cos and sin of each row, [T, rotated / 2]
 
@@ -167,6 +168,11 @@ class Projection(nn.Linear):
             first += rows
 
 
+def picked(x_TX: Tensor, wanted_R: Tensor | None) -> Tensor:
+    """The wanted rows; None = all."""
+    return x_TX if wanted_R is None else x_TX[wanted_R]
+
+
 def rotate(x_THD: Tensor, angles: Angles) -> Tensor:
     """Rotary embedding of the first dimensions, halves paired (Llama's convention)."""
     cos_T1P, sin_T1P = (part[:, None].to(x_THD.dtype) for part in angles)
@@ -189,18 +195,19 @@ class Attention(nn.Module):
         self.norms = nn.ModuleList(norms)
         self._widths = list(parts.values())
 
-    def forward(self, x_TI: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """[T, inputs] to [T, W]."""
+    def forward(self, x_TI: Tensor, angles: Angles, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
+        """[T, inputs] to [T, W], or to the wanted rows [R, W]; keys are made of all rows either way."""
         config = self._config
         q_TF, k_TF, v_TF = self.qkv(x_TI).split(self._widths, dim=-1)
         q_THD, k_TKD, v_TKD = (part.unflatten(-1, (-1, config.dim)) for part in (q_TF, k_TF, v_TF))
         gate_TF: Tensor | None = None
         if config.gated:  # each head's queries, then its gate
             q_THD, gate_THD = q_TF.unflatten(-1, (config.heads, 2 * config.dim)).chunk(2, dim=-1)
-            gate_TF = gate_THD.flatten(1)
+            gate_TF = picked(gate_THD, wanted_R).flatten(1)
         if config.qk_norm:
             q_THD, k_TKD = self.norms[0](q_THD), self.norms[1](k_TKD)
-        mixed_TF = attend(rotate(q_THD, angles), rotate(k_TKD, angles), v_TKD.contiguous())
+        q_RHD = picked(rotate(q_THD, angles), wanted_R)
+        mixed_TF = attend(q_RHD, rotate(k_TKD, angles), v_TKD.contiguous())
         if gate_TF is not None:
             mixed_TF = mixed_TF * torch.sigmoid(gate_TF)
         out_TW: Tensor = self.out(mixed_TF)
@@ -259,12 +266,12 @@ class Block(nn.Module):
         self.post_norm = RmsNorm(config.hidden, config.eps, config.offset)
         self.mlp = mlp or GatedMlp(config.hidden, config.inner, config.mlp_bias)
 
-    def forward(self, x_TW: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """[T, W] to [T, W]."""
+    def forward(self, x_TW: Tensor, angles: Angles, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
+        """[T, W] to [T, W], or to the wanted rows [R, W]."""
         h_TW = x_TW if self.input_norm is None else self.input_norm(x_TW)
-        x_TW = x_TW + self.attention(h_TW, angles, attend)
-        out_TW: Tensor = x_TW + self.mlp(self.post_norm(x_TW))
-        return out_TW
+        x_RW = picked(x_TW, wanted_R) + self.attention(h_TW, angles, attend, wanted_R)
+        out_RW: Tensor = x_RW + self.mlp(self.post_norm(x_RW))
+        return out_RW
 
     def slots(self, at: str) -> Iterator[Slot]:
         """Tensors below `at`, which ends with a dot, by Llama's names."""

@@ -5,7 +5,7 @@ norm) and runs one decoder layer. It is applied again to its own output for draf
 The families differ in names, in the order of the two parts, in their norms, and in what is fed back: the
 layer's output (DeepSeek), or that after the module's final norm (Qwen3-Next, MiMo).
 
-Shape suffixes: T rows, R rows whose logits are wanted, W hidden width, V vocabulary.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -128,13 +128,20 @@ class MtpHead(nn.Module):
         assert hidden_TW is not None
         return hidden_TW
 
-    def step(self, embed_TW: Tensor, feature_TW: Tensor, angles: Angles, attend: Attend) -> Tensor:
+    def step(
+        self,
+        embed_TW: Tensor,
+        feature_TW: Tensor,
+        angles: Angles,
+        attend: Attend,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:
         """The layer's output, before the final norm."""
         parts = [self.embed_norm(embed_TW), self.hidden_norm(feature_TW)]
         if self.layout.hidden_first:
             parts.reverse()
-        out_TW: Tensor = self.block(self.fuse(torch.cat(parts, -1)), angles, attend)
-        return out_TW
+        out_RW: Tensor = self.block(self.fuse(torch.cat(parts, -1)), angles, attend, wanted_R)
+        return out_RW
 
     def feedback(self, out_TW: Tensor) -> Tensor:
         """See `MtpLayout.normed_feedback`."""

@@ -23,8 +23,8 @@ class Rows:
     """The rows of one depth.
 
     Args:
-        at_R: places among the rows of the batch, the samples in order.
-        counts: rows per sample; those of a depth are the first of the depth before.
+        at_R: places among the rows of the batch, rising.
+        counts: rows per sample.
     """
 
     at_R: Tensor
@@ -68,6 +68,15 @@ class Batch:
             parts.append(torch.arange(start + first, start + end, device=device))
             counts.append(end - first)
         return Rows(torch.cat(parts), tuple(counts))
+
+    def further(self, rows: Rows, depth: int, keep_R: Tensor) -> Rows:
+        """Those of the rows kept of the depth before that have a token to foresee at this one."""
+        sizes = torch.tensor(self.sizes, device=self.token_T.device)
+        sample_T = torch.repeat_interleave(sizes)
+        sample_R = sample_T[rows.at_R]
+        keep_R = keep_R & (self.position_T[rows.at_R] + 2 + depth < sizes[sample_R])
+        counts = torch.bincount(sample_R[keep_R], minlength=len(self.sizes))
+        return Rows(rows.at_R[keep_R], tuple(counts.tolist()))
 
 
 def join(samples: Sequence[Sample], states: Sequence[States]) -> Batch:

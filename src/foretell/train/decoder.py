@@ -98,8 +98,8 @@ class DistilObjective:
 
     def __call__(self, batch: Batch, chance: torch.Generator) -> Judged:
         """The loss of a batch."""
-        meter = Meter(self._teacher, self._loss, self._weights)
         rows = batch.rows(-1)
+        meter = Meter(self._teacher, self._loss, self._weights, batch, rows.at_R)
         states_TW = self._decoder.states(batch.token_T, batch.sizes)
-        meter.add(0, batch, rows.at_R, states_TW[rows.at_R] @ self._decoder.embedding.weight.T)
+        meter.add(0, rows, rows.at_R, states_TW[rows.at_R] @ self._decoder.embedding.weight.T)
         return meter.judged()

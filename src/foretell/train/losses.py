@@ -13,26 +13,26 @@ from torch import Tensor
 
 from foretell.registry import Registry
 
-# (logits of the head [R, V], logits of the target [R, V]) -> loss [R]
+# (logits of the head [R, V], the target's distribution [R, V]) -> loss [R]
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def cross_entropy(logits_RV: Tensor, target_RV: Tensor) -> Tensor:
+def cross_entropy(logits_RV: Tensor, chance_RV: Tensor) -> Tensor:
     """Against the target's distribution over the draft vocabulary (EAGLE-3)."""
-    return -(target_RV.softmax(-1) * logits_RV.log_softmax(-1)).sum(-1)
+    return F.cross_entropy(logits_RV, chance_RV, reduction="none")
 
 
-def acceptance(logits_RV: Tensor, target_RV: Tensor) -> Tensor:
+def acceptance(logits_RV: Tensor, chance_RV: Tensor) -> Tensor:
     """Sum of min(p, q): the chance that rejection sampling keeps a token drawn from the head."""
-    return torch.minimum(logits_RV.softmax(-1), target_RV.softmax(-1)).sum(-1)
+    return torch.minimum(logits_RV.softmax(-1), chance_RV).sum(-1)
 
 
-def lk(logits_RV: Tensor, target_RV: Tensor) -> Tensor:
+def lk(logits_RV: Tensor, chance_RV: Tensor) -> Tensor:
     """The hybrid LK loss (arXiv 2602.23881): cross-entropy while little is accepted, then 1 - acceptance;
     lambda = exp(-3 alpha), not differentiated."""
-    alpha_R = acceptance(logits_RV, target_RV)
+    alpha_R = acceptance(logits_RV, chance_RV)
     share_R = torch.exp(-3 * alpha_R.detach())
-    return share_R * cross_entropy(logits_RV, target_RV) + (1 - share_R) * (1 - alpha_R)
+    return share_R * cross_entropy(logits_RV, chance_RV) + (1 - share_R) * (1 - alpha_R)
 
 
 def regression(out_RW: Tensor, state_RW: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 One objective serves EAGLE-1 (states and a little of the tokens, one depth), EAGLE-3 (tokens, several depths)
 and MTP modules (tokens, few depths): they differ in weights.
 
-Shape suffixes: T rows of the batch, R rows of a depth, V draft vocabulary, W hidden width.
+Shape suffixes: T rows of the batch, R rows of a depth, X rows that give keys, J rows that judge, V draft
+vocabulary, W hidden width.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Weights:
         decay: weight of a depth beside the one before.
         token, state: weights of the token loss and of the regression of states.
         noise: half-width of uniform noise on the states, for a sample of 512 tokens (EAGLE-1).
+        among: a later depth goes on only from rows where the target's token was among so many of the
+            likeliest: a tree would not have come further from the others. 0 = from all (the papers).
     """
 
     depths: int = 1
@@ -40,6 +43,7 @@ class Weights:
     token: float = 1.0
     state: float = 0.0
     noise: float = 0.0
+    among: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,51 +98,53 @@ class FeatureObjective:
 
     def __call__(self, batch: Batch, chance: torch.Generator) -> Judged:
         """The loss of a batch."""
-        head, weights = self._head, self._weights
+        head, weights, rows = self._head, self._weights, batch.rows(0)
         attention = DraftAttention(batch, head.scale, head.window)
-        feature_TW = self._noisy(head.features(batch.hidden_TW, batch.aux_TW), batch, chance)
-        # what stands behind the last token of a sample is never judged
-        every = Rows(torch.arange(len(batch.token_T), device=batch.token_T.device), batch.sizes)
-        embed_TW, angles = self._embed(batch, every, 0), self._angles(batch, every, 0)
-        out_TW = head.step(embed_TW, feature_TW, angles, attention.first)
-        rows = batch.rows(0)
-        out_RW, meter = out_TW[rows.at_R], Meter(self._teacher, self._loss, weights)
+        meter = Meter(self._teacher, self._loss, weights, batch, rows.at_R + 1)
+        # every row gives keys to those behind it, only those of the answers are judged
+        every_T = torch.arange(len(batch.token_T), device=batch.token_T.device)
+        before_XW, from_X = self._noisy(head.features(batch.hidden_TW, batch.aux_TW), batch, chance), every_T
         for depth in range(weights.depths):
-            if depth:
-                fewer = batch.rows(depth)
-                keep_R = _kept(rows, fewer, out_RW.device)
-                before_RW, rows = head.feedback(out_RW)[keep_R], fewer
-                if not len(rows.at_R):
-                    break
-
-                def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows = rows, depth: int = depth) -> Tensor:
-                    return attention.later(rows, depth, q, k, v)
-
-                embed_RW, angles = self._embed(batch, rows, depth), self._angles(batch, rows, depth)
-                out_RW = head.step(embed_RW, before_RW, angles, attend)
-                meter.keep(keep_R)
-            meter.add(depth, batch, rows.at_R + 1 + depth, self._logits(out_RW))
+            out_RW = self._step(batch, attention, depth, before_XW, from_X, rows)
+            hopeful_R = meter.add(depth, rows, rows.at_R + 1 + depth, self._logits(out_RW))
             if weights.state:
                 state_RW = batch.hidden_TW[rows.at_R + 1 + depth]
-                meter.loss = (
-                    meter.loss + weights.state * weights.decay**depth * regression(out_RW, state_RW).mean()
-                )
+                meter.weigh(depth, weights.state, regression(out_RW, state_RW))
+            fewer = batch.further(rows, depth + 1, hopeful_R)
+            if not len(fewer.at_R):
+                break
+            before_XW = head.feedback(out_RW)[torch.searchsorted(rows.at_R, fewer.at_R)]
+            rows, from_X = fewer, fewer.at_R
         return meter.judged()
 
-    def _embed(self, batch: Batch, rows: Rows, depth: int) -> Tensor:
-        """Embeddings of the tokens that the rows take."""
-        at_R = (rows.at_R + 1 + depth).clamp(max=len(batch.token_T) - 1)
-        token_R = batch.token_T[at_R]
-        own = self._head.embedding
-        embed_RW = self._teacher.embed(token_R) if own is None else own(token_R)
-        if self._head.zero_first:
-            embed_RW = embed_RW.masked_fill((batch.position_T[rows.at_R] + depth == 0)[:, None], 0)
-        return embed_RW
+    def _step(
+        self,
+        batch: Batch,
+        attention: DraftAttention,
+        depth: int,
+        feature_XW: Tensor,
+        from_X: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        """The head's output [R, W] for `rows`, of the rows that give keys."""
 
-    def _angles(self, batch: Batch, rows: Rows, depth: int) -> tuple[Tensor, Tensor]:
-        position_R = batch.position_T[rows.at_R] + depth
+        def attend(q_RHD: Tensor, k_XKD: Tensor, v_XKD: Tensor) -> Tensor:
+            return attention(rows, depth, q_RHD, k_XKD, v_XKD)
+
+        position_X = batch.position_T[from_X] + depth
         cos_PD, sin_PD = self._rope.upto(max(batch.sizes) + self._weights.depths)
-        return cos_PD[position_R], sin_PD[position_R]
+        angles = cos_PD[position_X], sin_PD[position_X]
+        wanted_R = None if depth else rows.at_R
+        return self._head.step(self._embed(batch, from_X, depth), feature_XW, angles, attend, wanted_R)
+
+    def _embed(self, batch: Batch, from_X: Tensor, depth: int) -> Tensor:
+        """Embeddings of the tokens that the rows take; what stands behind a sample's end is never judged."""
+        token_X = batch.token_T[(from_X + 1 + depth).clamp(max=len(batch.token_T) - 1)]
+        own = self._head.embedding
+        embed_XW = self._teacher.embed(token_X) if own is None else own(token_X)
+        if self._head.zero_first:
+            embed_XW = embed_XW.masked_fill((batch.position_T[from_X] + depth == 0)[:, None], 0)
+        return embed_XW
 
     def _logits(self, out_RW: Tensor) -> Tensor:
         own_RV = self._head.logits(out_RW)
@@ -161,16 +167,14 @@ class MedusaObjective:
 
     def __call__(self, batch: Batch, chance: torch.Generator) -> Judged:
         """The loss of a batch."""
-        first = before = batch.rows(0)
-        meter = Meter(self._teacher, self._loss, self._weights)
+        first = rows = batch.rows(0)
+        meter = Meter(self._teacher, self._loss, self._weights, batch, first.at_R + 1)
         for depth, state_RW in enumerate(self._heads.states(batch.hidden_TW[first.at_R])):
-            rows = batch.rows(depth)
             if not len(rows.at_R):
                 break
-            meter.keep(_kept(before, rows, state_RW.device))
-            keep_R = _kept(first, rows, state_RW.device)
-            meter.add(depth, batch, rows.at_R + 1 + depth, self._logits(depth, state_RW[keep_R]))
-            before = rows
+            keep_R = torch.searchsorted(first.at_R, rows.at_R)
+            hopeful_R = meter.add(depth, rows, rows.at_R + 1 + depth, self._logits(depth, state_RW[keep_R]))
+            rows = batch.further(rows, depth + 1, hopeful_R)
         return meter.judged()
 
     def _logits(self, depth: int, state_RW: Tensor) -> Tensor:
@@ -181,46 +185,64 @@ class MedusaObjective:
 
 
 class Meter:
-    """Adds the token losses of the depths, and counts how far drafts would have been right."""
+    """Adds the losses of the depths, and counts how far drafts would have been right.
 
-    def __init__(self, teacher: Teacher, loss: TokenLoss, weights: Weights) -> None:
-        self._teacher, self._token_loss, self._weights = teacher, loss, weights
-        self.loss = torch.zeros((), device=teacher.target.device)
-        self._alive_R: Tensor | None = None
+    Args:
+        judge_J: rows whose states judge the first depth, rising; later depths are judged by some of them.
+    """
+
+    def __init__(
+        self, teacher: Teacher, loss: TokenLoss, weights: Weights, batch: Batch, judge_J: Tensor
+    ) -> None:
+        self._token_loss, self._weights, self._batch, self._judge_J = loss, weights, batch, judge_J
+        self._chance_JV = teacher.logits(batch.hidden_TW[judge_J]).softmax(-1)
+        self._place_J = teacher.place(batch.best_T[judge_J])
+        self._loss = torch.zeros((), device=teacher.target.device)
+        self._right_T = torch.ones(len(batch.token_T), dtype=torch.bool, device=teacher.target.device)
         self._right: list[int] = []
         self._count: list[int] = []
+        self._known = 0
 
-    def keep(self, keep_R: Tensor) -> None:
-        """The next depth has only these of the rows of the last one."""
-        if self._alive_R is not None:
-            self._alive_R = self._alive_R[keep_R]
+    def add(self, depth: int, rows: Rows, judge_R: Tensor, logits_RV: Tensor) -> Tensor:
+        """The token loss of one depth; returns which rows are worth going on from.
 
-    def add(self, depth: int, batch: Batch, judge_R: Tensor, logits_RV: Tensor) -> None:
-        """One depth; `judge_R` are the rows whose states judge it. Tokens outside the draft vocabulary
-        cannot be drafted and do not count in the loss."""
-        place_R = self._teacher.place(batch.best_T[judge_R])
+        Tokens outside the draft vocabulary cannot be drafted and do not count. Rows that were not gone on
+        from count as rows without a loss: a later depth weighs what a draft comes to need of it.
+
+        Args:
+            judge_R: rows whose states judge these.
+        """
+        at_R = torch.searchsorted(self._judge_J, judge_R)
+        place_R = self._place_J[at_R]
         known_R = place_R >= 0
-        target_RV = self._teacher.logits(batch.hidden_TW[judge_R])
-        loss_R = self._token_loss(logits_RV, target_RV)
-        mean = (loss_R * known_R).sum() / known_R.sum().clamp(min=1)
-        self.loss = self.loss + self._weights.token * self._weights.decay**depth * mean
-        right_R = logits_RV.argmax(-1) == place_R
-        self._alive_R = right_R if self._alive_R is None else self._alive_R & right_R
-        self._right.append(int(self._alive_R.sum()))
-        self._count.append(len(right_R))
+        self._count.append(sum(self._batch.rows(depth).counts) if depth else len(judge_R))
+        self._known = self._all_known(depth) if depth else int(known_R.sum())
+        loss_R = self._token_loss(logits_RV, self._chance_JV[at_R]) * known_R
+        self._add(depth, self._weights.token, loss_R.sum() / max(1, self._known))
+        self._right_T[rows.at_R] &= logits_RV.argmax(-1) == place_R
+        self._right.append(int(self._right_T[rows.at_R].sum()))
+        return self._hopeful(logits_RV.detach(), place_R)
+
+    def weigh(self, depth: int, weight: float, loss_R: Tensor) -> None:
+        """Another loss of the rows of the depth that was added last."""
+        self._add(depth, weight, loss_R.sum() / max(1, self._count[-1]))
+
+    def _add(self, depth: int, weight: float, mean: Tensor) -> None:
+        self._loss = self._loss + weight * self._weights.decay**depth * mean
+
+    def _all_known(self, depth: int) -> int:
+        judge = self._batch.rows(depth).at_R + 1 + depth
+        return int((self._place_J[torch.searchsorted(self._judge_J, judge)] >= 0).sum())
+
+    def _hopeful(self, logits_RV: Tensor, place_R: Tensor) -> Tensor:
+        if not self._weights.among:
+            return torch.ones_like(place_R, dtype=torch.bool)
+        own_R1 = logits_RV.gather(1, place_R.clamp(min=0)[:, None])
+        return (place_R >= 0) & ((logits_RV > own_R1).sum(-1) < self._weights.among)
 
     def judged(self) -> Judged:
         """What came of it."""
-        return Judged(self.loss, self._right, self._count)
+        return Judged(self._loss, self._right, self._count)
 
 
 Objective = Callable[[Batch, torch.Generator], Judged]
-
-
-def _kept(rows: Rows, fewer: Rows, device: torch.device) -> Tensor:
-    """Places of the rows of a depth among those of an earlier one."""
-    keep, start = [], 0
-    for many, few in zip(rows.counts, fewer.counts, strict=True):
-        keep.append(torch.arange(start, start + few, device=device))
-        start += many
-    return torch.cat(keep)

@@ -72,6 +72,8 @@ class Job:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.weights.depths < 1:
             raise InputError(f"depths must be at least 1, got {self.weights.depths}")
+        if self.weights.among < 0:
+            raise InputError(f"among must be 0 or above, got {self.weights.among}")
 
 
 @dataclass(frozen=True, slots=True)
