@@ -102,9 +102,9 @@ def http(front):
         yield client
 
 
-def ask(http, prompt, **changes):
+def ask(http, prompt, timeout=60, **changes):
     given = {"model": "tiny.gguf", "prompt": prompt, "temperature": 0, "max_tokens": 8}
-    return http.post("/v1/completions", json=given | changes)
+    return http.post("/v1/completions", json=given | changes, timeout=timeout)
 
 
 def test_answers_are_offlines_and_prompts_return_to_where_they_were_read(front, http):
@@ -166,6 +166,19 @@ def test_a_replica_that_ends_takes_its_requests_with_it_and_comes_back(front, ht
     assert httpx.get(f"{front[1]}/health").json()["replicas"] == 2
 
 
+def test_a_client_that_leaves_ends_its_answer_behind_the_front(front, http):
+    before = http.get("/stats").json()["totals"]["emitted"]
+    with pytest.raises(httpx.ReadTimeout):
+        ask(http, "leaving", max_tokens=240, ignore_eos=True, n=64, temperature=1, timeout=0.15)
+    for _ in range(400):
+        stats = http.get("/stats").json()
+        if not stats["load"]["running"] and not any(replica["load"] for replica in stats["replicas"]):
+            break
+        time.sleep(0.05)
+    assert [replica["load"] for replica in stats["replicas"]] == [0, 0]
+    assert stats["totals"]["emitted"] - before < 64 * 240
+
+
 def test_the_front_ends_its_replicas(front, http):
     process = front[0]
     pids = [replica["pid"] for replica in http.get("/stats").json()["replicas"]]
@@ -222,6 +235,21 @@ def test_a_request_that_was_lost_goes_to_another_replica_once(deaf, status, aske
     answer = asyncio.run(ask_once())
     assert (answer.status_code, len(replicas.asked)) == (status, asked)
     assert [replica.load for replica in front.replicas] == [0, 1, 2]
+
+
+def test_a_replica_that_cannot_be_started_is_one_that_ended(monkeypatch):
+    from foretell.server import replicas
+
+    async def full(*_arguments, **_options):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(replicas.asyncio, "create_subprocess_exec", full)
+
+    async def start():
+        async with asyncio.timeout(10):
+            return await replicas.Replica(0, ["serve"], {}, lambda _: None).started()
+
+    assert asyncio.run(start()) == os.EX_OSERR
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,15 @@ def test_what_a_chat_refuses(changes, param, client, ask):
     assert caught.value.param == param
 
 
+def test_what_is_null_is_not_given(server, ask):
+    given = {**ask, "prompt": "one", "max_tokens": 5, "seed": 3}
+    nothing = dict.fromkeys(("temperature", "n", "stream", "top_p", "stop", "store", "metadata", "foretell"))
+    post = lambda body: httpx.post(f"{server.url}/v1/completions", json=body).json()  # noqa: E731
+    del given["temperature"]
+    assert post(given | nothing)["choices"] == post(given)["choices"]
+    assert "prompt" in post(given | {"prompt": None})["error"]["message"]
+
+
 def test_an_unknown_model(client, ask):
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-5' here") as caught:
         client.completions.create(**{**ask, "model": "gpt-5", "prompt": "one"})

@@ -179,6 +179,19 @@ def test_a_step_that_fails_ends_its_request_and_no_other(loaded):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_the_end_of_the_engines_thread_is_told(loaded, monkeypatch):
+    """What fails outside a step concerns everybody: nobody waits for an answer that will not come."""
+    with serving(lambda: LLM(loaded, drafter="none"), max_queue=8) as running:
+        given_up = []
+        running.service.on_fatal(lambda: given_up.append(1))
+        monkeypatch.setattr(running.service.metrics, "step", lambda _engine: 1 / 0)
+        answers = [httpx.post(f"{running.url}/v1/completions", json=body(running)) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert "the engine has ended: ZeroDivisionError" in answers[0].json()["error"]["message"]
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        assert given_up == [1]
+
+
 def test_an_answer_that_takes_too_long(loaded):
     with serving(lambda: LLM(loaded, drafter="none"), timeout=0.05) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=body(server, n=16, temperature=1))

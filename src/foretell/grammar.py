@@ -6,9 +6,11 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +92,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._end_ids = sorted(token for token in end_ids if token < vocabulary)
         self._compiler: xgrammar.GrammarCompiler | None = None
+        self._making = threading.Lock()  # requests compile on threads of their own
 
     def __call__(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of an answer.
@@ -102,8 +105,9 @@ class GrammarCompiler:
         import_xgrammar()
         import xgrammar
 
-        if self._compiler is None:
-            self._compiler = self._new_compiler()
+        with self._making:
+            if self._compiler is None:
+                self._compiler = self._new_compiler()
         try:
             compiled = _compile(self._compiler, grammar)
         except GrammarError:
@@ -156,20 +160,31 @@ def _reason(error: Exception) -> str:
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    _check(grammar)
     if grammar.kind == "regex":
-        check_regex(grammar.source)
         return compiler.compile_regex(grammar.source)
     if grammar.kind == "ebnf":
         return compiler.compile_grammar(grammar.source)
     if grammar.kind == "structural_tag":
-        _check_tags(json.loads(grammar.source))
         return compiler.compile_structural_tag(grammar.source)
     if grammar.kind == "json_object":
         return compiler.compile_json_schema(
             '{"type": "object"}', strict_mode=False, max_whitespace_cnt=_BLANKS
         )
-    check_schema(json.loads(grammar.source))
     return compiler.compile_json_schema(grammar.source, max_whitespace_cnt=_BLANKS)
+
+
+@functools.lru_cache(maxsize=16)  # a server checks before its engine's thread does
+def _check(grammar: Grammar) -> None:
+    """Raises:
+    GrammarError: it asks for what cannot be enforced.
+    """
+    if grammar.kind == "regex":
+        check_regex(grammar.source)
+    elif grammar.kind == "structural_tag":
+        _check_tags(json.loads(grammar.source))
+    elif grammar.kind == "json_schema":
+        check_schema(json.loads(grammar.source))
 
 
 def _check_tags(part: Any, depth: int = 0) -> None:

@@ -12,11 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from foretell.errors import InputError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 # transformers' own tag around what the assistant says; it marks training masks and prints nothing
 _GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
@@ -95,9 +98,26 @@ class Tokenizer:
         if self.chat_template is None:
             raise InputError(f"{self.folder.name} has no chat template", hint="prompt it raw (--raw)")
         from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         _check_messages(messages)
+        special = {
+            name: _token_text(self._config.get(name))
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        try:
+            given = {"tools": tools, "documents": None}
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, **given, **special
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"the chat template of {self.folder.name} refuses these messages: {error}"
+            ) from error
+
+    @functools.cached_property
+    def _template(self) -> Template:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -106,18 +126,8 @@ class Tokenizer:
         )
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        special = {
-            name: _token_text(self._config.get(name))
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
-        try:
-            template = environment.from_string(_GENERATION_TAG.sub("", self.chat_template))
-            given = {"tools": tools, "documents": None}
-            return template.render(messages=list(messages), add_generation_prompt=True, **given, **special)
-        except TemplateError as error:
-            raise InputError(
-                f"the chat template of {self.folder.name} refuses these messages: {error}"
-            ) from error
+        assert self.chat_template is not None
+        return environment.from_string(_GENERATION_TAG.sub("", self.chat_template))
 
 
 @functools.cache

@@ -82,10 +82,7 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     reader: CallReader = field(default_factory=CallReader)
-
-    @property
-    def length(self) -> int:
-        return sum(map(len, self.text))
+    length: int = 0  # characters of what was written
 
 
 class Writer:
@@ -126,7 +123,7 @@ class Writer:
         """A piece as a chunk."""
         choice = self._choices.setdefault(piece.index, _Choice())
         logprobs = self._logprobs(piece, choice.length)
-        choice.text.append(piece.text)
+        choice.length += len(piece.text)
         out: dict[str, Any] = {"index": piece.index, "logprobs": logprobs}
         out["finish_reason"] = piece.finish_reason
         if self._calls:

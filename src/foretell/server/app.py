@@ -148,18 +148,11 @@ class Service:
 
     async def _whole(self, job: Job, writer: Writer, deadline: float, http: Request) -> dict[str, Any]:
         """Everything at once; a client that goes away ends it."""
-        gone = asyncio.create_task(sse.gone(http.receive))
-        collecting = asyncio.create_task(_collect(job, writer, deadline))
         try:
-            await asyncio.wait({gone, collecting}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                raise ApiError(499, "the client went away")
-            collecting.result()
+            await sse.unless_gone(http.receive, _collect(job, writer, deadline))
         except (JobFailed, TimeoutError) as error:
             raise self._failed(error) from error
         finally:
-            for task in (gone, collecting):
-                task.cancel()
             self.worker.close(job)
         self._note(job, writer, http.state.facts)
         return writer.whole(job)

@@ -95,7 +95,7 @@ class Front:
         has said anything. A request that ends whoever takes it does not go round.
 
         Raises:
-            ApiError: there is none, or it has ended.
+            ApiError: there is none, it has ended, or the client has gone.
         """
         body = await http.body()
         names, tried, lost = blocks(body), set[int](), 0
@@ -106,7 +106,7 @@ class Front:
             replica = self.replicas[self._router.rank(names, loads)[0]]
             replica.load += 1
             try:
-                answer = await self._send(replica, http, body)
+                answer = await sse.unless_gone(http.receive, self._send(replica, http, body))
                 break
             except httpx.ConnectError:  # nothing was sent: another one may answer
                 replica.load -= 1

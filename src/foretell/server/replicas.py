@@ -74,7 +74,11 @@ class Replica:
         pause = _FIRST_PAUSE
         while not self._stopping:
             begun = time.monotonic()
-            code = await self._run()
+            try:
+                code = await self._run()
+            except OSError as error:  # no memory or processes left: as one that ended at once
+                _log.error("replica %d cannot be started: %s", self.number, error)
+                code = os.EX_OSERR
             self.url = self.pid = None
             self._on_end(self.number)
             if not self._first.done():

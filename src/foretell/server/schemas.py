@@ -6,6 +6,7 @@ Temperature is 1 where a client says nothing, as in OpenAI's interface. A field'
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -113,11 +114,15 @@ class Sampled(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole_characters(cls, data: Any) -> Any:
-        for name, value in data.items() if isinstance(data, dict) else ():
+    def _given(cls, data: Any) -> Any:
+        """What is null is not given, whatever it is: clients send the fields of their libraries."""
+        if not isinstance(data, dict):
+            return data
+        for name, value in data.items():
             if _broken(name) or _broken(value):
                 raise InputError(f"{name} is no UTF-8 text: it has half of a surrogate pair")
-        return data
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in data.items() if value is not None or name in needed}
 
     @property
     def limit(self) -> int | None:
@@ -190,7 +195,7 @@ class ChatRequest(Sampled):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    @property
+    @functools.cached_property
     def callable(self) -> tuple[list[Tool], bool]:
         """The functions that this answer may call, and whether it must call one.
 
@@ -204,7 +209,7 @@ class ChatRequest(Sampled):
         choice = self.tool_choice or ("auto" if tools else "none")
         return choose(tools, choice.model_dump() if isinstance(choice, NamedChoice) else choice)
 
-    @property
+    @functools.cached_property
     def grammar(self) -> Grammar | None:
         """See `Sampled`."""
         tools, must = self.callable

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from foretell import __version__
 from foretell.api import LLM
 from foretell.engine import Engine, Request
 from foretell.planner import AdaptivePlanner
@@ -41,7 +41,7 @@ class Shape:
     @property
     def fingerprint(self) -> str:
         """For OpenAI's `system_fingerprint`."""
-        return f"foretell-{version('foretell')}-{self.impl}-{self.weights}"
+        return f"foretell-{__version__}-{self.impl}-{self.weights}"
 
 
 def shape_of(llm: LLM, settings: Settings) -> Shape:
@@ -69,7 +69,7 @@ def snapshot(llm: LLM, shape: Shape, metrics: Metrics) -> dict[str, Any]:
     engine = llm.engine
     stats = engine.stats.to_json()
     return {
-        "server": {**asdict(shape), "version": version("foretell"), "uptime_s": time.time() - shape.started},
+        "server": {**asdict(shape), "version": __version__, "uptime_s": time.time() - shape.started},
         "load": _load(engine),
         "totals": {**{name: stats[name] for name in _TOTALS}, "preempted": engine.stats.preempted},
         "seconds": {name: stats["seconds"][name] for name in ("draft", "target", "verify", "rest")},

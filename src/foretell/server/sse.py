@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from foretell.server.errors import ApiError
+
 DONE = b"data: [DONE]\n\n"
+_T = TypeVar("_T")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -23,6 +27,32 @@ async def gone(receive: Receive) -> None:
     """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class ClientGone(ApiError):
+    """The client went away; nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client went away")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns; a client that goes away ends it.
+
+    Raises:
+        ClientGone: it has.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -49,17 +79,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(gone(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with contextlib.suppress(ClientGone):
+                await unless_gone(receive, self._send(send))
         finally:
-            sending.cancel()
-            leaving.cancel()
             self._on_end()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:

@@ -168,14 +168,23 @@ class Worker:
         except BaseException as error:  # whatever it is, it belongs to whoever waits for the model
             self._ready.set_exception(error)
             return
+        try:
+            self._work()
+        except Exception as error:  # outside a step, which has told whom it concerns: nothing can go on
+            _log.exception("the engine's thread has ended")
+            self.fatal, self._ending = f"the engine has ended: {type(error).__name__}: {error}", True
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._deliver, [])
+        for job in list(self._jobs):
+            self._abort(job)
+        self._obey(wait=False)  # what was asked meanwhile is refused, not forgotten
+
+    def _work(self) -> None:
         engine = self.llm.engine
         while not self._ending:
             self._obey(wait=engine.idle)
             if not engine.idle and not self._ending:
                 self._step()
-        for job in list(self._jobs):
-            self._abort(job)
-        self._obey(wait=False)  # what was asked meanwhile is refused, not forgotten
 
     def _end(self) -> None:
         self._ending = True
