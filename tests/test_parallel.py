@@ -228,10 +228,11 @@ def test_bad_numbers_of_ranks_are_refused(path, ranks):
         LLM(path, context_parallel=2)
 
 
-def test_differing_ranks_are_refused(plain):
+def test_differing_ranks_are_refused(plain, monkeypatch):
     """Versions, models and commands are compared by way of the store."""
     from torch._C._distributed_c10d import HashStore
 
+    monkeypatch.setattr("foretell.parallel.team._HEARD", 0.0)
     store, own = HashStore(), identity(plain.loaded.model, ["generate", "Hello"])
     Team(1, 3, store).store.set("identity/1", '{"foretell": "0.0.1"}')
     store.set("identity/2", json.dumps(own))
@@ -278,3 +279,18 @@ def test_the_rank_that_is_silent_lets_the_other_speak(monkeypatch):
     assert slept == []
     assert isinstance(team._refusal(1, "what", "hint"), SystemExit)
     assert slept == [team._HEARD]
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_every_process_of_a_machine_has_a_device_of_its_own(asked, monkeypatch):
+    from foretell.models.load import pick_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device(asked) == torch.device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device(asked) == torch.device("cuda", 1)
+    assert pick_device("cuda:0") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InputError, match="process 2 on this machine, which has 2 CUDA devices"):
+        pick_device(asked)

@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real")]
 
 STORY = "The bridge was built of stone, and the river below it was wide. "
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=20),
-    "seeded": SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=11),
+    "greedy": SamplingParams(max_tokens=14),
+    "seeded": SamplingParams(max_tokens=14, temperature=0.8, top_p=0.95, seed=11),
 }
 
 
@@ -23,8 +23,17 @@ def plain():
 
 @pytest.fixture(scope="module")
 def prompts(plain):
-    questions = ["Why is the sky blue?", "Name three rivers of Europe.", STORY * 20 + "Repeat this text."]
+    questions = ["Why is the sky blue?", "Name three rivers of Europe.", STORY * 10 + "Repeat this text."]
     return [plain.encode([{"role": "user", "content": text}]) for text in questions]
+
+
+@pytest.fixture(scope="module")
+def wanted(plain, prompts):
+    """Token ids of one process, by kind of sampling."""
+    return {
+        name: [answer.token_ids for answer in plain.generate(prompts, params)]
+        for name, params in PARAMS.items()
+    }
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -35,13 +44,12 @@ def ranks(request):
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "draft:smollm2-135m"])
-def test_text_is_that_of_one_process(plain, prompts, ranks, drafter):
+def test_text_is_that_of_one_process(wanted, prompts, ranks, drafter):
     more = {} if drafter == "none" else {"draft_tokens": 4}
     llm = LLM(ranks.loaded, drafter=drafter, kv_tokens=1024, **more)
-    for params in PARAMS.values():
-        wanted = [answer.token_ids for answer in plain.generate(prompts, params)]
+    for name, params in PARAMS.items():
         found = llm.generate(prompts, params)
-        assert [answer.token_ids for answer in found] == wanted
+        assert [answer.token_ids for answer in found] == wanted[name]
         assert all(answer.lossless for answer in found)
     if drafter != "none":
-        assert llm.engine.stats.accepted > 10
+        assert llm.engine.stats.accepted > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,13 @@ class LoadedModel:
 
 
 def pick_device(device: str) -> torch.device:
-    """ "auto" is CUDA where there is one.
+    """ "auto" is CUDA where there is one. Under torchrun each process of a machine has a device of its own.
 
     Raises:
         InputError: no such device here.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _own_cuda() if torch.cuda.is_available() else torch.device("cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:
@@ -49,7 +50,19 @@ def pick_device(device: str) -> torch.device:
         raise InputError(f"device must be auto, cpu or cuda[:N], got {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {device!r} was asked for, but this machine has no CUDA device")
-    return chosen
+    return _own_cuda() if chosen == torch.device("cuda") else chosen
+
+
+def _own_cuda() -> torch.device:
+    place = os.environ.get("LOCAL_RANK")
+    if place is None:
+        return torch.device("cuda")
+    if int(place) >= (count := torch.cuda.device_count()):
+        raise InputError(
+            f"torchrun started a process {place} on this machine, which has {count} CUDA devices",
+            hint="start no more processes than devices (--nproc-per-node), or set device to cpu",
+        )
+    return torch.device("cuda", int(place))
 
 
 def load_model(

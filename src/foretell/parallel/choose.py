@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foretell.planner.arithmetic import ring_overlap_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -72,8 +74,10 @@ def prefers_kv(work: Work, link: Link) -> bool:
     if not work.new:
         return False
     smaller = work.new / (work.new + work.cached) >= 2 * work.kv_heads / work.heads
-    enough = work.ranks * link.flops * work.kv_heads * work.value_bytes / (2 * work.heads * link.bandwidth)
-    return smaller or work.new >= enough
+    enough = ring_overlap_tokens(
+        link.flops, link.bandwidth, work.heads, work.kv_heads, work.value_bytes, zigzag=False
+    )
+    return smaller or work.new >= work.ranks * enough
 
 
 def seconds(variant: str, work: Work, link: Link) -> float:
