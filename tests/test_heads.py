@@ -73,15 +73,17 @@ def true_states(target, tokens):
 
 
 class Ranked:
-    """Records what every draft was ranked by: (tokens, path) -> logits."""
+    """Records what every draft was ranked by: (tokens, path) -> logits over the target's ids."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, vocab_size):
         self.seen = {}
         real = Sampler.rank
 
-        def rank(sampler, logits_V, ahead, count):
-            self.seen[tuple(sampler._tokens), tuple(ahead)] = logits_V.clone()
-            return real(sampler, logits_V, ahead, count)
+        def rank(sampler, logits_V, ahead, count, ids_V=None):
+            whole_V = torch.full((vocab_size,), -torch.inf)
+            whole_V[torch.arange(len(logits_V)) if ids_V is None else ids_V] = logits_V
+            self.seen[tuple(sampler._tokens), tuple(ahead)] = whole_V
+            return real(sampler, logits_V, ahead, count, ids_V)
 
         monkeypatch.setattr(Sampler, "rank", rank)
 
@@ -95,7 +97,7 @@ def test_every_layout_equals_its_reference(layout, tree, target, tmp_path, monke
     wanted = reference(folder, target)
     options = {"tree": tree, "depth": 4, "top_k": 3}
     engine = oracle.engine(target, f"{drafter}:{folder}", options=options, draft_tokens=9, kv_slots=256)
-    ranked = Ranked(monkeypatch)
+    ranked = Ranked(monkeypatch, target.vocab_size)
     params = SamplingParams(max_tokens=12)
     for _ in range(2):  # the second time, the prompts are found in the cache
         for request in oracle.run(engine, PROMPTS, params):
@@ -118,7 +120,7 @@ def test_every_layout_equals_its_reference(layout, tree, target, tmp_path, monke
 def test_medusa_equals_its_reference(layout, own_output, target, tmp_path, monkeypatch):
     folder = head_files.medusa(tmp_path / "head", layout, own_output=own_output)
     engine = oracle.engine(target, f"medusa:{folder}", draft_tokens=9)
-    ranked = Ranked(monkeypatch)
+    ranked = Ranked(monkeypatch, target.vocab_size)
     oracle.run(engine, PROMPTS, SamplingParams(max_tokens=10))
     _, w = reference_heads.read(folder)
     w = {name.removeprefix("medusa_head."): tensor for name, tensor in w.items()}

@@ -393,6 +393,22 @@ def test_a_full_disk_loses_nothing(target, tmp_path, monkeypatch):
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
 
 
+def test_another_head_s_states_serve_where_they_hold_all_that_is_needed(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(states_module, "_SHARD", 2)
+    eagle3, medusa = (new_head(kind, target)[0] for kind in ("eagle3", "medusa"))
+    store_of(target, eagle3, tmp_path).fill(lambda *_: None)
+    files = sorted(tmp_path.iterdir())
+    wanted = store_of(target, medusa).get([1, 3])
+    store = store_of(target, medusa, tmp_path)
+    store.fill(lambda *_: None)
+    assert sorted(tmp_path.iterdir()) == files
+    monkeypatch.setattr(target, "forward", None)
+    for ours, theirs in zip(store.get([1, 3]), wanted, strict=True):
+        torch.testing.assert_close(ours.hidden_TW, theirs.hidden_TW, atol=1e-3, rtol=1e-3)
+        assert ours.aux_TW == {}
+        assert torch.equal(ours.best_T, theirs.best_T)
+
+
 def test_states_from_disk_are_those_that_are_computed(target, tmp_path):
     many = [sample(seed, 3, 5 + seed % 7) for seed in range(70)]
     head, _ = new_head("eagle3", target)

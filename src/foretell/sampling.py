@@ -149,7 +149,7 @@ class Sampler:
     @property
     def untouched(self) -> bool:
         """Whether the target's token is just the argmax of its logits, here and further on."""
-        return self.params.greedy and not self._adjusts(0)
+        return self.params.greedy and not self.adjusts(0)
 
     def scores(self, logits_V: Tensor, ahead: Sequence[int] = ()) -> Tensor:
         """Processed log-weights [V] of the token after the emitted ones and `ahead`.
@@ -157,7 +157,7 @@ class Sampler:
         Not normalised; -inf where filtered. Greedy rows get no temperature or filter.
         """
         scores_V = logits_V.float()
-        if self._adjusts(len(ahead)):
+        if self.adjusts(len(ahead)):
             scores_V = self._adjust(scores_V.clone(), ahead)
         return scores_V if self.params.greedy else filter_scores(scores_V, self.params)
 
@@ -195,7 +195,9 @@ class Sampler:
         drawn = keyed_top(scores_V, key, count)
         return drawn, scores_V.double().log_softmax(0) if self._needs_q else None
 
-    def rank(self, logits_V: Tensor, ahead: Sequence[int], count: int) -> list[tuple[int, float]]:
+    def rank(
+        self, logits_V: Tensor, ahead: Sequence[int], count: int, ids_V: Tensor | None = None
+    ) -> list[tuple[int, float]]:
         """The `count` tokens that the target will most likely choose after `ahead`, going by a draft's
         logits, each with the log of that confidence.
 
@@ -203,14 +205,18 @@ class Sampler:
         it; never random, so the draft is deterministic. With noise the choice is among the likeliest
         tokens, and the confidence is the softmax of their noisy scores: without noise that is the
         probability itself. Fewer, or none, where all else that the draft could say is filtered out.
+
+        Args:
+            ids_V: the tokens that the logits are of, where they are of some only; not where `adjusts`.
         """
+        assert ids_V is None or not self.adjusts(len(ahead))
         scores_V = self.scores(logits_V, ahead)
         if self._constraint is not None and scores_V.max() == -math.inf:
             return []
         log_probs_V = scores_V - scores_V.logsumexp(0)
         noisy = not self.params.greedy and self._draft_stream == Stream.TARGET
         top = log_probs_V.topk(min(max(count, _NOISY) if noisy else count, len(scores_V)))
-        values, ids = top.values.double(), top.indices
+        values, ids = top.values.double(), top.indices if ids_V is None else ids_V[top.indices]
         if noisy:
             values = values + gumbel_tensor(make_key(self.seed, Stream.TARGET, self.length + len(ahead)), ids)
             values = values.log_softmax(0)
@@ -225,7 +231,7 @@ class Sampler:
             return self.length + ahead
         return (self.length << _DEPTH_BITS) + ahead
 
-    def _adjusts(self, ahead: int) -> bool:
+    def adjusts(self, ahead: int) -> bool:
         """Whether anything but temperature and filters applies after `ahead` hypothetical tokens."""
         held_off = self.length - self._prompt_length + ahead < self.params.min_tokens
         limited = self._penalties is not None or self._constraint is not None

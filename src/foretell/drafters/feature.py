@@ -50,11 +50,11 @@ class HeadRunner:
         self._spec = HeadSpec(head.heads, head.kv_heads, head.dim, head.scale, head.window)
         self._kernels = kernels_for(device, dtype, (head.dim,))
         self._rope = RopeTable(head.rope, head.rotated, device)
-        self._lent = LentHead(target, head.target_ids)
+        self.lent = LentHead(target, head.target_ids)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, feature_TW: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [T, W] for the next rows, and target logits [R, V] of `batch.logit_R`."""
+        """Features [T, W] for the next rows, and logits [R, V] of `batch.logit_R`; see `LentHead.rank`."""
         table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
         angles = table[0][batch.position_T], table[1][batch.position_T]
 
@@ -74,11 +74,10 @@ class HeadRunner:
         return embed_TW
 
     def _logits(self, out_RW: Tensor) -> Tensor:
-        """Over the target's ids; -inf for those that the head does not know."""
         if not len(out_RW):
-            return out_RW.new_empty(0, self._target.vocab_size)
+            return out_RW.new_empty(0, 0)
         own_RV = self.head.logits(out_RW)
-        return self._lent(self.head.normed(out_RW)) if own_RV is None else self._lent.spread(own_RV)
+        return self.lent(self.head.normed(out_RW)) if own_RV is None else own_RV
 
 
 @dataclass(slots=True)
@@ -212,7 +211,8 @@ class FeatureDrafter:
             state = self._states.get(request.id)
             if state is None or not plan.draft_tokens or not self._ready(request, state):
                 continue
-            growth = Growth(self._shape, plan.draft_tokens, request.end_ids, self._min_prob)
+            least = max(self._min_prob, plan.worth)
+            growth = Growth(self._shape, plan.draft_tokens, request.end_ids, least)
             drafts[request.id] = _Draft(request, state, growth)
         if drafts:
             self._plant(list(drafts.values()))
@@ -231,8 +231,8 @@ class FeatureDrafter:
         feature_TW, logits_RV = self._read([d.request for d in drafts], logits=True)
         for draft, out_W, logits_V in zip(drafts, feature_TW, logits_RV, strict=True):
             draft.outputs.append(out_W)
-            ranked = draft.request.sampler.rank(logits_V, [], draft.growth.shape.width(()))
-            draft.growth.offer(None, ranked)
+            width = draft.growth.shape.width(())
+            draft.growth.offer(None, self.runner.lent.rank(draft.request.sampler, logits_V, [], width))
 
     def _read(self, requests: Sequence[DraftRequest], *, logits: bool) -> tuple[Tensor, Tensor]:
         """Computes the waiting rows: the output of each request's last row, and its logits."""
@@ -289,8 +289,8 @@ class FeatureDrafter:
             for candidate in draft.newest:
                 draft.outputs.append(out_TW[row])
                 width = draft.growth.shape.width(candidate.ranks)
-                ahead = draft.growth.ahead(candidate)
-                draft.growth.offer(candidate, draft.request.sampler.rank(logits_RV[row], ahead, width))
+                ahead, sampler = draft.growth.ahead(candidate), draft.request.sampler
+                draft.growth.offer(candidate, self.runner.lent.rank(sampler, logits_RV[row], ahead, width))
                 row += 1
 
 

@@ -1,10 +1,12 @@
-"""The target's output head, lent to draft heads: whole, or the rows of a draft vocabulary.
+"""The target's output head, lent to draft heads: whole, or the rows of a draft vocabulary; and what logits
+over a draft vocabulary say of the target's tokens.
 
-Shape suffixes: R rows, W hidden width, V draft vocabulary; logits that are
-returned are over the target's ids.
+Shape suffixes: R rows, W hidden width, V draft vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,10 +14,11 @@ from torch import Tensor
 from foretell.heads.vocabulary import head_rows
 from foretell.models.base import TargetModel
 from foretell.models.linear import PackedLinear, pack
+from foretell.sampling import Sampler
 
 
 class LentHead:
-    """Logits over the target's ids; -inf for those that cannot be drafted.
+    """Logits over the draft vocabulary, and its ranking as target ids.
 
     Args:
         target: whose head it is.
@@ -28,21 +31,27 @@ class LentHead:
         self._packed: PackedLinear | None = None
 
     def __call__(self, state_RW: Tensor) -> Tensor:
-        """Of last hidden states."""
+        """Logits [R, V] of last hidden states."""
         if self._ids is None:
             return self._target.head(state_RW)
         if self._packed is None:  # heads with an output layer of their own never need it
             self._packed = pack(head_rows(self._target, self._ids), None, self._target.dtype)
-        return self.spread(self._packed(state_RW.to(self._target.dtype)).float())
+        logits_RV: Tensor = self._packed(state_RW.to(self._target.dtype)).float()
+        return logits_RV
 
-    def spread(self, logits_RV: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, which without a map is the beginning of the target's."""
+    def rank(
+        self, sampler: Sampler, logits_V: Tensor, ahead: Sequence[int], count: int
+    ) -> list[tuple[int, float]]:
+        """See `Sampler.rank`; the target's other tokens are never drafted."""
+        if sampler.adjusts(len(ahead)):  # by target ids
+            return sampler.rank(self._spread(logits_V), ahead, count)
+        return sampler.rank(logits_V, ahead, count, self._ids)
+
+    def _spread(self, logits_V: Tensor) -> Tensor:
+        """Over the target's ids. Without a map the draft vocabulary is the beginning of them."""
         size = self._target.vocab_size
-        if self._ids is None and logits_RV.shape[1] == size:
-            return logits_RV
-        spread = logits_RV.new_full((len(logits_RV), size), -torch.inf)
-        if self._ids is None:
-            spread[:, : logits_RV.shape[1]] = logits_RV
-        else:
-            spread[:, self._ids] = logits_RV
+        if self._ids is None and len(logits_V) == size:
+            return logits_V
+        spread = logits_V.new_full((size,), -torch.inf)
+        spread[slice(len(logits_V)) if self._ids is None else self._ids] = logits_V
         return spread

@@ -149,7 +149,7 @@ class MedusaDrafter:
         guesses: list[list[int]] = []
         for logits_V in logits_KV:
             ahead = [tokens[0] for tokens in guesses]
-            ranked = request.sampler.rank(logits_V, ahead, _TOP)
+            ranked = self._lent.rank(request.sampler, logits_V, ahead, _TOP)
             if not ranked:  # the request's grammar allows nothing
                 break
             guesses.append([token for token, _ in ranked])

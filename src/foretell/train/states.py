@@ -65,7 +65,7 @@ class StateStore:
         model: the target.
         needs: the states that are wanted.
         samples: all of them; a store goes on being used when samples are added at the end.
-        folder: of the shards; None = nothing is kept.
+        folder: of the shards, whose layers may be more than are needed; None = nothing is kept.
         limit: bytes that the shards may take.
     """
 
@@ -78,8 +78,9 @@ class StateStore:
         limit: int,
     ) -> None:
         self._model, self._samples, self._folder, self._limit = model, samples, folder, limit
-        self._needs = needs | Needs(last_hidden=True)
-        self._layers = self._needs.aux_layers
+        self._layers = needs.aux_layers
+        self._kept = self._layers if folder is None else _kept_layers(folder, self._layers)
+        self._needs = Needs(last_hidden=True, aux_layers=self._kept)
 
     def fill(self, advance: Advance) -> None:
         """Computes and stores the shards that are missing, as far as the limit allows.
@@ -120,7 +121,7 @@ class StateStore:
 
     def _path(self, shard: int) -> Path:
         assert self._folder is not None
-        layers = "-".join(map(str, self._layers)) or "last"
+        layers = "-".join(map(str, self._kept)) or "last"
         return self._folder / f"states-{layers}-{shard:05d}.safetensors"
 
     def _warn(self, shard: int) -> None:
@@ -180,9 +181,18 @@ class StateStore:
             best_T[sample.prompt - 1 :] = (
                 self._model.head(hidden_TW[sample.prompt - 1 :]).argmax(-1).cpu().int()
             )
-            aux_TW = {layer: _half(output.aux_TW[layer][rows]) for layer in self._layers}
+            aux_TW = {layer: _half(output.aux_TW[layer][rows]) for layer in self._kept}
             yield States(_half(hidden_TW), aux_TW, best_T)
             row += size
+
+
+def _kept_layers(folder: Path, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the shards that are there, those with all of these layers: another head's states serve this one."""
+    for path in sorted(folder.glob("states-*-00000.safetensors")):
+        kept = tuple(int(part) for part in path.stem.split("-")[1:-1] if part != "last")
+        if set(layers) <= set(kept):
+            return kept
+    return layers
 
 
 def _half(value_TW: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class Trainer:
         self._path = folder / "checkpoint.pt"
         self._evaluate, self._keep, self._advance = evaluate, keep, advance
         self._optimizer = torch.optim.AdamW(
-            head.parameters(), lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0
+            head.parameters(), lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._plan = [batch for epoch in range(settings.epochs) for batch in self._order(epoch)]
         self._at = _Progress()
