@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 EXTRAS := dev,grammar$(if $(or $(CC:cc=),$(shell command -v cc || command -v gcc || command -v clang)),,$(COMMA)compiler)
 COMMA := ,
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# --no-compile below: compiling every module of every package takes longer than all that is ever imported
 
 .PHONY: demo test quick lint gpu-check clean
 
@@ -33,7 +34,7 @@ gpu-check: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "foretell needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@sh scripts/venv.sh $(PYTHON) $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $(READY)
 
 clean:
