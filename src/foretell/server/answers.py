@@ -79,7 +79,6 @@ class Vocabulary:
 class _Choice:
     """One answer as far as it has come."""
 
-    text: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     reader: CallReader = field(default_factory=CallReader)
     length: int = 0  # characters of what was written
@@ -137,9 +136,7 @@ class Writer:
 
     def add(self, piece: Piece) -> None:
         """Keeps a piece for `whole`."""
-        choice = self._choices.setdefault(piece.index, _Choice())
-        choice.text.append(piece.text)
-        choice.pieces.append(piece)
+        self._choices.setdefault(piece.index, _Choice()).pieces.append(piece)
 
     def whole(self, job: Job) -> dict[str, Any]:
         """All answers at once."""
@@ -173,7 +170,7 @@ class Writer:
         return {**self._head, "choices": [choice], **usage}
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        text, last = "".join(choice.text), choice.pieces[-1]
+        text, last = "".join(piece.text for piece in choice.pieces), choice.pieces[-1]
         ids = tuple(i for piece in choice.pieces for i in piece.token_ids)
         origins = tuple(o for piece in choice.pieces for o in piece.origins)
         places = tuple(p for piece in choice.pieces for p in piece.places)

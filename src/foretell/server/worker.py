@@ -175,9 +175,11 @@ class Worker:
             self.fatal, self._ending = f"the engine has ended: {type(error).__name__}: {error}", True
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._deliver, [])
-        for job in list(self._jobs):
-            self._abort(job)
-        self._obey(wait=False)  # what was asked meanwhile is refused, not forgotten
+        try:
+            for job in list(self._jobs):
+                self._abort(job)
+        finally:
+            self._obey(wait=False)  # what was asked meanwhile is refused, not forgotten
 
     def _work(self) -> None:
         engine = self.llm.engine

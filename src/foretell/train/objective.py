@@ -201,7 +201,6 @@ class Meter:
         self._right_T = torch.ones(len(batch.token_T), dtype=torch.bool, device=teacher.target.device)
         self._right: list[int] = []
         self._count: list[int] = []
-        self._known = 0
 
     def add(self, depth: int, rows: Rows, judge_R: Tensor, logits_RV: Tensor) -> Tensor:
         """The token loss of one depth; returns which rows are worth going on from.
@@ -214,11 +213,11 @@ class Meter:
         """
         at_R = torch.searchsorted(self._judge_J, judge_R)
         place_R = self._place_J[at_R]
-        known_R = place_R >= 0
-        self._count.append(sum(self._batch.rows(depth).counts) if depth else len(judge_R))
-        self._known = self._all_known(depth) if depth else int(known_R.sum())
-        loss_R = self._token_loss(logits_RV, self._chance_JV[at_R]) * known_R
-        self._add(depth, self._weights.token, loss_R.sum() / max(1, self._known))
+        all_R = self._batch.rows(depth).at_R + 1 + depth if depth else judge_R
+        known = int((self._place_J[torch.searchsorted(self._judge_J, all_R)] >= 0).sum())
+        loss_R = self._token_loss(logits_RV, self._chance_JV[at_R]) * (place_R >= 0)
+        self._add(depth, self._weights.token, loss_R.sum() / max(1, known))
+        self._count.append(len(all_R))
         self._right_T[rows.at_R] &= logits_RV.argmax(-1) == place_R
         self._right.append(int(self._right_T[rows.at_R].sum()))
         return self._hopeful(logits_RV.detach(), place_R)
@@ -229,10 +228,6 @@ class Meter:
 
     def _add(self, depth: int, weight: float, mean: Tensor) -> None:
         self._loss = self._loss + weight * self._weights.decay**depth * mean
-
-    def _all_known(self, depth: int) -> int:
-        judge = self._batch.rows(depth).at_R + 1 + depth
-        return int((self._place_J[torch.searchsorted(self._judge_J, judge)] >= 0).sum())
 
     def _hopeful(self, logits_RV: Tensor, place_R: Tensor) -> Tensor:
         if not self._weights.among:
