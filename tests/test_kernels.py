@@ -236,3 +236,18 @@ def test_a_whole_pass_has_the_bits_of_its_operations(name, weights, model_folder
             assert all(torch.equal(one.aux_TW[key], loop.aux_TW[key]) for key in needs.aux_layers)
         assert torch.equal(made[0][1].keys_LKSD, made[1][1].keys_LKSD)
         assert torch.equal(made[0][1].values_LKSD, made[1][1].values_LKSD)
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 1000, 5120])
+@pytest.mark.parametrize("count", [1, 4, 64])
+def test_top_is_sorted_normalised_and_stable(native, size, count):
+    """Against a stable sort and a softmax in double precision; many equal scores, some of them -inf."""
+    chance = torch.Generator().manual_seed(size)
+    score_V = (torch.randn(size, generator=chance) * 20).round() / 4
+    score_V[torch.rand(size, generator=chance) < 0.2] = -torch.inf
+    score_V[size // 2] = 30.0
+    count = min(count, size)
+    log_prob_N, id_N = native.top(score_V, count)
+    ordered = score_V.double().log_softmax(0).sort(descending=True, stable=True)
+    assert id_N.tolist() == ordered.indices[:count].tolist()
+    torch.testing.assert_close(log_prob_N.double(), ordered.values[:count], atol=1e-5, rtol=1e-6)

@@ -11,6 +11,7 @@ import torch
 
 from foretell.attention import Segment, pack
 from foretell.errors import InputError
+from foretell.heads.base import layer_output
 from foretell.heads.checkpoint import KIND
 from foretell.heads.vocabulary import head_rows
 from foretell.models.rope import RopeTable
@@ -96,7 +97,7 @@ def unrolled(head, target, tokens, path):
         embed = embed.clone()
         if head.zero_first:
             embed[0] = 0
-        return head.step(embed, features, (table[0][: len(embed)], table[1][: len(embed)]), attend)
+        return layer_output(head, embed, features, (table[0][: len(embed)], table[1][: len(embed)]), attend)
 
     hidden, aux = true_states(target, tokens)
     with torch.no_grad():

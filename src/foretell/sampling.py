@@ -48,6 +48,16 @@ def keyed_top(scores_V: Tensor, key: int, count: int) -> list[int]:
     return [int(i) for i in ids[noisy.topk(min(count, len(ids))).indices]]
 
 
+def top_log_probs(scores_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of softmax(scores), or all: log-probabilities and ids, likeliest first."""
+    count = min(count, len(scores_V))
+    native = native_kernels() if scores_V.device.type == "cpu" else None
+    if native is not None:
+        return native.top(scores_V, count)
+    top = (scores_V - scores_V.logsumexp(0)).topk(count)
+    return top.values, top.indices
+
+
 def filter_scores(scores_V: Tensor, params: SamplingParams) -> Tensor:
     """Temperature, top-k, top-p and min-p; what is filtered out becomes -inf.
 
@@ -213,10 +223,9 @@ class Sampler:
         scores_V = self.scores(logits_V, ahead)
         if self._constraint is not None and scores_V.max() == -math.inf:
             return []
-        log_probs_V = scores_V - scores_V.logsumexp(0)
         noisy = not self.params.greedy and self._draft_stream == Stream.TARGET
-        top = log_probs_V.topk(min(max(count, _NOISY) if noisy else count, len(scores_V)))
-        values, ids = top.values.double(), top.indices if ids_V is None else ids_V[top.indices]
+        values, ids = top_log_probs(scores_V, max(count, _NOISY) if noisy else count)
+        values, ids = values.double(), ids if ids_V is None else ids_V[ids]
         if noisy:
             values = values + gumbel_tensor(make_key(self.seed, Stream.TARGET, self.length + len(ahead)), ids)
             values = values.log_softmax(0)

@@ -58,6 +58,13 @@ class Segment:
         """Tokens of the rows."""
         return [*self.pending, *self.draft[self.stored :]]
 
+    def depths(self) -> list[int]:
+        """How many draft tokens come before each."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
     def paths(self) -> list[list[int]]:
         """For each draft token, its ancestors among the draft and its own place, in order, as slots
         behind `past`."""
@@ -94,6 +101,7 @@ class Batch:
 
     Attributes:
         token_T, position_T: int64 on the model's device and, for positions, on the CPU too.
+        positions: how many positions reach to the last of them.
         logit_R: packed rows whose logits are wanted, in the order of the segments.
         segments: (first row, Segment) per request.
         attend_calls: attention layers that have run on this batch; the model checks it.
@@ -104,6 +112,7 @@ class Batch:
     token_T: Tensor
     position_T: Tensor
     position_cpu_T: Tensor
+    positions: int
     logit_R: Tensor
     segments: list[tuple[int, Segment]]
     arena: KVArena
@@ -133,7 +142,7 @@ def pack(segments: Sequence[Segment], arena: KVArena) -> Batch:
         first = segment.past + segment.shift
         tail = first + len(segment.pending)
         positions.extend(range(first, tail))
-        positions.extend(tail + len(path) - 1 for path in segment.paths()[segment.stored :])
+        positions.extend(tail + depth for depth in segment.depths()[segment.stored :])
         if segment.logits or segment.draft:
             logit_rows.extend(range(row + max(0, len(segment.pending) - 1), row + segment.rows))
     position_T = torch.tensor(positions, dtype=torch.int64)
@@ -142,6 +151,7 @@ def pack(segments: Sequence[Segment], arena: KVArena) -> Batch:
         token_T=torch.tensor(tokens, dtype=torch.int64, device=device),
         position_T=position_T.to(device),
         position_cpu_T=position_T,
+        positions=max(positions) + 1,
         logit_R=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         segments=placed,
         arena=arena,
@@ -149,46 +159,53 @@ def pack(segments: Sequence[Segment], arena: KVArena) -> Batch:
 
 
 def _visibility(segments: list[tuple[int, Segment]], window: int | None) -> Visibility:
-    slots, bases, lows, highs = [], [], [], []
-    counts: list[int] = [0]
-    extra: list[int] = []
+    """A pass of few rows is short: rows are gathered in plain lists, and only one tensor is made of them."""
+    slots: list[int] = []
+    bases: list[int] = []
+    lows: list[int] = []
+    highs: list[int] = []
     order_at: list[int] = []
+    starts: list[int] = [0]
+    extra: list[int] = []
     orders: list[Tensor] = []
     listed = 0
     for _, segment in segments:
-        chain, past = len(segment.pending), segment.past
-        first = segment.start + past + segment.stored
-        slots.append(torch.arange(first, first + segment.rows))
-        bases.append(torch.full((segment.rows,), segment.start))
-        high = torch.arange(past + 1, past + segment.rows + 1)
-        low = torch.zeros_like(high) if window is None else (high - window).clamp_(min=0)
-        counts.extend([0] * chain)
-        for row, path in enumerate(segment.paths()[segment.stored :], start=chain):
-            # slots of the path that directly follow the committed ones belong to the range
-            run = next((i for i, at in enumerate(path) if at != chain + i), len(path))
-            oldest = 0 if window is None else max(0, past + chain + len(path) - window)
-            high[row] = past + chain + run
-            low[row] = min(oldest, past + chain + run)
-            seen = [i for i in range(run, len(path)) if past + chain + i >= oldest]
-            extra.extend(past + path[i] for i in seen)
-            counts.append(len(seen))
+        first = segment.start + segment.past + segment.stored
+        slots.extend(range(first, first + segment.rows))
+        bases.extend([segment.start] * segment.rows)
+        low, high = _ranges(segment, window, starts, extra)
         if segment.selected is not None:
-            block = torch.arange(past, past + segment.rows + segment.stored)
+            block = torch.arange(segment.past, segment.past + segment.rows + segment.stored)
             orders.append(torch.cat([segment.selected, block]))
             # from slots to places in the list of those that are read
-            low, high = (torch.searchsorted(orders[-1], bound) for bound in (low, high))
+            low, high = (torch.searchsorted(orders[-1], torch.tensor(b)).tolist() for b in (low, high))
         order_at.extend([-1 if segment.selected is None else listed] * segment.rows)
         listed += 0 if segment.selected is None else len(orders[-1])
-        lows.append(low)
-        highs.append(high)
-    return Visibility(
-        slot_T=torch.cat(slots),
-        base_T=torch.cat(bases),
-        lo_T=torch.cat(lows),
-        hi_T=torch.cat(highs),
-        extra_start=torch.tensor(counts, dtype=torch.int64).cumsum(0),
-        extra=torch.tensor(extra, dtype=torch.int64),
-        order_at=torch.tensor(order_at, dtype=torch.int64),
-        order=torch.cat(orders) if orders else torch.empty(0, dtype=torch.int64),
-        segments=tuple((row, segment.rows) for row, segment in segments),
-    )
+        lows.extend(low)
+        highs.extend(high)
+    lists = slots, bases, lows, highs, starts, extra, order_at
+    whole = torch.tensor([value for values in lists for value in values], dtype=torch.int64)
+    slot_T, base_T, lo_T, hi_T, extra_start, extra_E, order_T = whole.split([len(each) for each in lists])
+    order = torch.cat(orders) if orders else whole[:0]
+    placed = tuple((row, segment.rows) for row, segment in segments)
+    return Visibility(slot_T, base_T, lo_T, hi_T, extra_start, extra_E, order_T, order, placed)
+
+
+def _ranges(
+    segment: Segment, window: int | None, starts: list[int], extra: list[int]
+) -> tuple[list[int], list[int]]:
+    """First slot behind the request's beginning that each row sees, and the end of that range. Appends what a
+    row sees behind it to `extra`, and where that ends to `starts`."""
+    chain, past = len(segment.pending), segment.past
+    high = list(range(past + 1, past + chain + 1))
+    low = [0] * chain if window is None else [max(0, end - window) for end in high]
+    starts.extend([len(extra)] * chain)
+    for path in segment.paths()[segment.stored :]:
+        # slots of the path that directly follow the committed ones belong to the range
+        run = next((i for i, at in enumerate(path) if at != chain + i), len(path))
+        oldest = 0 if window is None else max(0, past + chain + len(path) - window)
+        high.append(past + chain + run)
+        low.append(min(oldest, past + chain + run))
+        extra.extend(past + path[i] for i in range(run, len(path)) if past + chain + i >= oldest)
+        starts.append(len(extra))
+    return low, high

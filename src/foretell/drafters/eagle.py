@@ -11,9 +11,9 @@ from foretell.drafters.feature import FeatureDrafter, HeadRunner
 from foretell.drafters.grow import BestFirst, Fixed, Shape, read_paths
 from foretell.errors import InputError
 from foretell.heads.base import FeatureHead
-from foretell.heads.checkpoint import make_ready
 from foretell.heads.eagle import load_eagle
 from foretell.heads.eagle3 import CONVENTIONS, load_eagle3
+from foretell.heads.ready import make_ready
 
 _log = logging.getLogger(__name__)
 

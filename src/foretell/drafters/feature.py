@@ -23,7 +23,8 @@ from foretell.cache import KVArena, KVCache, Lease
 from foretell.drafters.base import DraftRequest, Observed, reserved
 from foretell.drafters.grow import Candidate, Growth, Shape
 from foretell.drafters.lent import LentHead
-from foretell.heads.base import FeatureHead
+from foretell.heads.base import FeatureHead, layer_output
+from foretell.heads.ready import block_pass
 from foretell.kernels import HeadSpec, kernels_for
 from foretell.models.base import TargetModel
 from foretell.models.rope import RopeTable
@@ -37,7 +38,7 @@ class HeadRunner:
     """One pass of a head over packed rows.
 
     Args:
-        head: ready to run (`foretell.heads.checkpoint.make_ready`).
+        head: ready to run (`foretell.heads.ready.make_ready`).
         target: lends its embedding and output head where the head has none.
         slots: tokens that the head's cache holds.
     """
@@ -50,19 +51,33 @@ class HeadRunner:
         self._spec = HeadSpec(head.heads, head.kv_heads, head.dim, head.scale, head.window)
         self._kernels = kernels_for(device, dtype, (head.dim,))
         self._rope = RopeTable(head.rope, head.rotated, device)
+        self._whole = block_pass(head.block, self._spec, self._kernels)
         self.lent = LentHead(target, head.target_ids)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, feature_TW: Tensor) -> tuple[Tensor, Tensor]:
         """Features [T, W] for the next rows, and logits [R, V] of `batch.logit_R`; see `LentHead.rank`."""
-        table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
+        table = self._rope.upto(batch.positions)
+        embed_TW = self._embed(batch)
+        if self._whole is None:
+            out_TW = self._step(embed_TW, feature_TW, table, batch)
+        else:
+            x_TW, input_TI = self.head.joined(embed_TW, feature_TW)
+            cache, window = (self.arena.keys_LKSD, self.arena.values_LKSD), self._spec.window
+            seen = {window: batch.seen(window)}
+            out_TW = self._whole(x_TW.clone(), table, batch.position_T, cache, seen, {}, {}, input_TI)
+        return self.head.feedback(out_TW), self._logits(out_TW[batch.logit_R])
+
+    def _step(
+        self, embed_TW: Tensor, feature_TW: Tensor, table: tuple[Tensor, Tensor], batch: Batch
+    ) -> Tensor:
+        """The layer, operation by operation."""
         angles = table[0][batch.position_T], table[1][batch.position_T]
 
         def mix(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             return attend(0, q_THD, k_TKD, v_TKD, batch, self._spec, self._kernels)
 
-        out_TW = self.head.step(self._embed(batch), feature_TW, angles, mix)
-        return self.head.feedback(out_TW), self._logits(out_TW[batch.logit_R])
+        return layer_output(self.head, embed_TW, feature_TW, angles, mix)
 
     def _embed(self, batch: Batch) -> Tensor:
         if self.head.embedding is None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.grow import Fixed, Ranks, read_paths
 from foretell.drafters.lent import LentHead
-from foretell.heads.checkpoint import make_ready
 from foretell.heads.medusa import MedusaHeads, has_medusa, load_medusa
+from foretell.heads.ready import make_ready
 from foretell.models.base import TargetModel
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from foretell.drafters.base import DrafterContext
 from foretell.drafters.eagle import FeatureOptions, feature_drafter
 from foretell.drafters.feature import FeatureDrafter
-from foretell.heads.checkpoint import make_ready
 from foretell.heads.mtp import has_mtp, load_mtp
+from foretell.heads.ready import make_ready
 
 
 @dataclass(frozen=True, slots=True)

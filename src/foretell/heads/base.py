@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from foretell.heads.layers import Angles, Attend, Slot
+from foretell.heads.layers import Angles, Attend, Block, Slot
 from foretell.models.config import Rope
 from foretell.types import Needs
 
@@ -30,6 +30,7 @@ class FeatureHead(Protocol):
         embedding: its own token embedding, or None: the target's.
         target_ids: target id of each of its logits [draft vocabulary], or None: the same ids.
         zero_first: whether the embedding at position 0 is zero.
+        block: its decoder layer.
     """
 
     needs: Needs
@@ -44,20 +45,14 @@ class FeatureHead(Protocol):
     embedding: nn.Embedding | None
     target_ids: Tensor | None
     zero_first: bool
+    block: Block
 
     def features(self, hidden_TW: Tensor | None, aux_TW: Mapping[int, Tensor]) -> Tensor:
         """Features [T, W] of tokens that the target has read, from the states that it `needs`."""
         ...
 
-    def step(
-        self,
-        embed_TW: Tensor,
-        feature_TW: Tensor,
-        angles: Angles,
-        attend: Attend,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output [T, W] per row, or of the wanted rows [R, W]; all rows give keys."""
+    def joined(self, embed_TW: Tensor, feature_TW: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the layer takes: the stream [T, W], and what its attention reads instead of that, or None."""
         ...
 
     def feedback(self, out_TW: Tensor) -> Tensor:
@@ -75,3 +70,17 @@ class FeatureHead(Protocol):
     def slots(self) -> Iterator[Slot]:
         """Every tensor of the checkpoint."""
         ...
+
+
+def layer_output(
+    head: FeatureHead,
+    embed_TW: Tensor,
+    feature_TW: Tensor,
+    angles: Angles,
+    attend: Attend,
+    wanted_R: Tensor | None = None,
+) -> Tensor:
+    """The layer's output [T, W], before any final norm, or of the wanted rows [R, W]; all rows give keys."""
+    x_TW, input_TI = head.joined(embed_TW, feature_TW)
+    out_RW: Tensor = head.block(x_TW, angles, attend, wanted_R, input_TI)
+    return out_RW

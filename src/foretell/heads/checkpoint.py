@@ -17,7 +17,6 @@ from torch import nn
 from foretell.errors import InputError
 from foretell.heads.layers import Slot
 from foretell.models.config import read_config
-from foretell.models.linear import pack
 from foretell.models.weights import Checkpoint
 
 KIND = "foretell_head"  # key of config.json in our own format: the drafter's name
@@ -90,20 +89,3 @@ def fill(
             name = rename(slot.name)
             slot.view.copy_(checkpoint.get(name, shapes[name]))
     return head
-
-
-def make_ready(head: H, device: torch.device, dtype: torch.dtype) -> H:
-    """For inference: weights laid out for the machine, everything else in `dtype`."""
-    head.requires_grad_(False)
-    for module in list(head.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                weight_OI, bias_O = child.weight.data.to(device), child.bias
-                setattr(
-                    module, name, pack(weight_OI, None if bias_O is None else bias_O.data.to(device), dtype)
-                )
-    head.to(device=device)
-    for parameter in head.parameters():
-        if parameter.is_floating_point() and parameter.ndim == 1:
-            parameter.data = parameter.data.to(dtype)
-    return head.eval()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from foretell.errors import InputError
 from foretell.heads.checkpoint import check_kind, configured, fill, open_folder
-from foretell.heads.layers import Angles, Attend, Block, BlockConfig, Projection, Slot, block_config
+from foretell.heads.layers import Block, BlockConfig, Projection, Slot, block_config
 from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.types import Needs
 
@@ -50,18 +50,10 @@ class EagleHead(nn.Module):
         assert hidden_TW is not None
         return hidden_TW
 
-    def step(
-        self,
-        embed_TW: Tensor,
-        feature_TW: Tensor,
-        angles: Angles,
-        attend: Attend,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
-        """Predicted last hidden states."""
-        fused_TW = self.fc(torch.cat([embed_TW, feature_TW], -1))
-        out_RW: Tensor = self.block(fused_TW, angles, attend, wanted_R)
-        return out_RW
+    def joined(self, embed_TW: Tensor, feature_TW: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both fused; the layer's output are predicted last hidden states."""
+        fused_TW: Tensor = self.fc(torch.cat([embed_TW, feature_TW], -1))
+        return fused_TW, None
 
     def feedback(self, out_TW: Tensor) -> Tensor:
         """What was predicted is the next feature."""

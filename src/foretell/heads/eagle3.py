@@ -9,7 +9,7 @@ Layer ids follow one of two conventions: "the input of layer X" (2, L/2, L - 3 b
 of layer X" (one less each). speculators writes the first, `eagle_config` of the others the second; the
 default ids tell themselves apart.
 
-Shape suffixes: T rows, R rows whose output is wanted, W hidden width, V draft vocabulary.
+Shape suffixes: T rows, R rows whose logits are wanted, W hidden width, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from torch import Tensor, nn
 from foretell.errors import InputError
 from foretell.heads.checkpoint import KIND, check_kind, configured, fill, open_folder
 from foretell.heads.layers import (
-    Angles,
-    Attend,
     Attention,
+    Block,
     BlockConfig,
-    GatedMlp,
     Projection,
     RmsNorm,
     Slot,
     block_config,
-    picked,
 )
 from foretell.heads.vocabulary import MAPS, read_target_ids
 from foretell.models.weights import Checkpoint
@@ -86,9 +83,7 @@ class Eagle3Head(nn.Module):
         self.fc = Projection(fused, {"fc": block.hidden})
         self.embed_norm = RmsNorm(block.hidden, block.eps)
         self.hidden_norm = RmsNorm(block.hidden, block.eps)
-        self.attention = Attention(block, 2 * block.hidden)
-        self.post_norm = RmsNorm(block.hidden, block.eps)
-        self.mlp = GatedMlp(block.hidden, block.inner, block.mlp_bias)
+        self.block = Block(block, input_norm=False, attention=Attention(block, 2 * block.hidden))
         self.norm = RmsNorm(block.hidden, block.eps)
         self.lm_head = Projection(block.hidden, {"lm_head": config.vocab_size})
         self.heads, self.kv_heads, self.dim = block.heads, block.kv_heads, block.dim
@@ -106,21 +101,12 @@ class Eagle3Head(nn.Module):
         out_TW: Tensor = self.fc(fused_TF)
         return out_TW
 
-    def step(
-        self,
-        embed_TW: Tensor,
-        feature_TW: Tensor,
-        angles: Angles,
-        attend: Attend,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output, before the final norm."""
+    def joined(self, embed_TW: Tensor, feature_TW: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The feature, and both normed for attention."""
         normed_TW = self.hidden_norm(feature_TW)
         residual_TW = normed_TW if self.config.norm_before_residual else feature_TW
         both_TF = torch.cat([self.embed_norm(embed_TW), normed_TW], -1)
-        x_RW = picked(residual_TW, wanted_R) + self.attention(both_TF, angles, attend, wanted_R)
-        out_RW: Tensor = x_RW + self.mlp(self.post_norm(x_RW))
-        return out_RW
+        return residual_TW, both_TF
 
     def feedback(self, out_TW: Tensor) -> Tensor:
         """The output itself, or normed with `norm_output`."""
@@ -149,9 +135,7 @@ class Eagle3Head(nn.Module):
         yield from self.fc.slots()
         yield from self.embed_norm.slots(f"{at}input_layernorm")
         yield from self.hidden_norm.slots(f"{at}hidden_norm")
-        yield from self.attention.slots(f"{at}self_attn.")
-        yield from self.post_norm.slots(f"{at}post_attention_layernorm")
-        yield from self.mlp.slots(f"{at}mlp.")
+        yield from self.block.slots(at)
         yield from self.norm.slots("norm")
         yield from self.lm_head.slots()
 

@@ -4,8 +4,8 @@ In inference attention reads the head's KV cache; in training it is dense. Eithe
 rotated queries and keys and gets the mixed values back (`Attend`). Projections that share an input are
 one product; `slots` tells where each published tensor lies in it.
 
-Shape suffixes: T rows, R rows whose output is wanted, W hidden width, I inner width, H query heads, K
-key/value heads, D head size.
+Shape suffixes: T rows, R rows whose output is wanted, W hidden width, I width of what attention reads or
+inner width of an MLP, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -134,12 +134,15 @@ class RmsNorm(nn.Module):
     def __init__(self, width: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width) if offset else torch.ones(width))
-        self._eps, self._offset = eps, float(offset)
+        self.eps, self._offset = eps, float(offset)
 
     def forward(self, x_TW: Tensor) -> Tensor:
         """Over the last dimension, in the input's dtype."""
-        weight_W = self.weight + self._offset if self._offset else self.weight
-        return F.rms_norm(x_TW, (x_TW.shape[-1],), weight_W.to(x_TW.dtype), self._eps)
+        return F.rms_norm(x_TW, (x_TW.shape[-1],), self.scales().to(x_TW.dtype), self.eps)
+
+    def scales(self) -> Tensor:
+        """What the normed values are multiplied with."""
+        return self.weight + self._offset if self._offset else self.weight
 
     def slots(self, name: str) -> Iterator[Slot]:
         """One tensor, `name`.weight."""
@@ -182,7 +185,11 @@ def rotate(x_THD: Tensor, angles: Angles) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over an input of any width."""
+    """Grouped-query attention over an input of any width.
+
+    Attributes:
+        plain: all dimensions of a head are rotated, and nothing gates the mixed values.
+    """
 
     def __init__(self, config: BlockConfig, inputs: int) -> None:
         super().__init__()
@@ -194,6 +201,7 @@ class Attention(nn.Module):
         norms = [RmsNorm(config.dim, config.eps, config.offset) for _ in range(2)] if config.qk_norm else []
         self.norms = nn.ModuleList(norms)
         self._widths = list(parts.values())
+        self.plain = not config.gated and config.rotated == config.dim
 
     def forward(self, x_TI: Tensor, angles: Angles, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
         """[T, inputs] to [T, W], or to the wanted rows [R, W]; keys are made of all rows either way."""
@@ -247,7 +255,7 @@ class Block(nn.Module):
 
     Args:
         config: shape and flags.
-        input_norm: whether attention's input is normed (EAGLE-1's first layer has no norm there).
+        input_norm: whether attention's input is normed here (EAGLE-1's layer has no norm there).
         attention, mlp: others than the usual ones (latent attention, experts).
     """
 
@@ -266,10 +274,19 @@ class Block(nn.Module):
         self.post_norm = RmsNorm(config.hidden, config.eps, config.offset)
         self.mlp = mlp or GatedMlp(config.hidden, config.inner, config.mlp_bias)
 
-    def forward(self, x_TW: Tensor, angles: Angles, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
-        """[T, W] to [T, W], or to the wanted rows [R, W]."""
-        h_TW = x_TW if self.input_norm is None else self.input_norm(x_TW)
-        x_RW = picked(x_TW, wanted_R) + self.attention(h_TW, angles, attend, wanted_R)
+    def forward(
+        self,
+        x_TW: Tensor,
+        angles: Angles,
+        attend: Attend,
+        wanted_R: Tensor | None = None,
+        input_TI: Tensor | None = None,
+    ) -> Tensor:
+        """[T, W] to [T, W], or to the wanted rows [R, W]. Attention reads `input_TI`, by default the stream,
+        normed where there is a norm."""
+        if input_TI is None:
+            input_TI = x_TW if self.input_norm is None else self.input_norm(x_TW)
+        x_RW = picked(x_TW, wanted_R) + self.attention(input_TI, angles, attend, wanted_R)
         out_RW: Tensor = x_RW + self.mlp(self.post_norm(x_RW))
         return out_RW
 

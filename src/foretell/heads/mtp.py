@@ -25,7 +25,7 @@ from foretell.heads.checkpoint import check_kind, configured, fill, open_folder
 from foretell.heads.eagle import check_width
 from foretell.heads.experts import Experts, deepseek_experts, qwen_experts
 from foretell.heads.latent import LatentAttention, latent_config, latent_scale
-from foretell.heads.layers import Angles, Attend, Block, BlockConfig, Projection, RmsNorm, Slot, block_config
+from foretell.heads.layers import Block, BlockConfig, Projection, RmsNorm, Slot, block_config
 from foretell.heads.vocabulary import read_target_ids
 from foretell.models.config import Rope
 from foretell.models.weights import Checkpoint
@@ -128,20 +128,13 @@ class MtpHead(nn.Module):
         assert hidden_TW is not None
         return hidden_TW
 
-    def step(
-        self,
-        embed_TW: Tensor,
-        feature_TW: Tensor,
-        angles: Angles,
-        attend: Attend,
-        wanted_R: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output, before the final norm."""
+    def joined(self, embed_TW: Tensor, feature_TW: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both normed, side by side and fused."""
         parts = [self.embed_norm(embed_TW), self.hidden_norm(feature_TW)]
         if self.layout.hidden_first:
             parts.reverse()
-        out_RW: Tensor = self.block(self.fuse(torch.cat(parts, -1)), angles, attend, wanted_R)
-        return out_RW
+        fused_TW: Tensor = self.fuse(torch.cat(parts, -1))
+        return fused_TW, None
 
     def feedback(self, out_TW: Tensor) -> Tensor:
         """See `MtpLayout.normed_feedback`."""

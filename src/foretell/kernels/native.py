@@ -86,7 +86,8 @@ def _tasks(seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:
         for kv in range(spec.kv_heads)
         for first in range(0, rows * group, chunk)
     ]
-    return torch.tensor(columns, dtype=torch.int64).T.contiguous()
+    flat = [value for part in zip(*columns, strict=True) for value in part]
+    return torch.tensor(flat, dtype=torch.int64).view(4, -1)
 
 
 class NativeKernels:
@@ -105,6 +106,7 @@ class NativeKernels:
         except OSError as error:
             raise build.BuildError(f"the compiled kernels cannot be loaded: {error}") from error
         self._lib.ft_keyed_argmax.restype = ctypes.c_int64
+        self._lib.ft_top.restype = _FLOAT
         parallel = _loaded_gomp_parallel()
         if parallel is None:
             _log.warning("torch's OpenMP runtime was not found: the compiled kernels run on one thread")
@@ -253,6 +255,17 @@ class NativeKernels:
             *(_PTR(t.data_ptr()) for t in (score_N, kept_N, room[0], room[1])),
             *(_INT(len(score_N)), _INT(count)),
         )
+
+    def top(self, score_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` highest of at least as many scores, the highest first, lower ids first where scores are
+        equal: their logarithms after a softmax over all, and their ids. At least one score is finite."""
+        score_V = score_V.float().contiguous()
+        value_N, id_N = torch.empty(count), torch.empty(count, dtype=torch.int64)
+        log_sum = self._lib.ft_top(
+            *(_PTR(score_V.data_ptr()), _INT(len(score_V)), _INT(count)),
+            *(_PTR(id_N.data_ptr()), _PTR(value_N.data_ptr())),
+        )
+        return value_N - log_sum, id_N
 
     @staticmethod
     def tasks(seen: Visibility, spec: HeadSpec, threads: int) -> Tensor:

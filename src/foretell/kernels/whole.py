@@ -1,9 +1,10 @@
-"""A decoder's layers as one call of compiled code (native/pass.c).
+"""A decoder's layers, or the one layer of a draft head, as one call of compiled code (native/pass.c).
 
 The same operations as the loop in `foretell.models.decoder`, hence the same bits; but the threads are woken
 once per pass instead of five times per layer, and Python is not come back to in between.
 
-Shape suffixes: T packed rows, W hidden width, K key/value heads, S arena slots, D head size.
+Shape suffixes: T packed rows, W hidden width, I width of what attention reads, K key/value heads, S arena
+slots, D head size.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer computes with."""
+    """What one layer computes with. Without `attn_norm_W` its attention reads what the caller gives."""
 
-    attn_norm_W: Tensor
+    attn_norm_W: Tensor | None
     mlp_norm_W: Tensor
     qk_norms: tuple[Tensor, Tensor] | None
     qkv: Matrix
@@ -72,7 +73,7 @@ class _Layer(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, _PTR) for name in ("layers", "seen", "norm", "cos", "sin", "position")),
+        *((name, _PTR) for name in ("layers", "seen", "norm", "input", "cos", "sin", "position")),
         *((name, _PTR) for name in ("x", "h", "qkv", "mixed", "delta", "gate_up", "act", "scale8")),
         *((name, _PTR) for name in ("q8", "next", "keys", "values", "aux", "queries")),
         *((name, _INT) for name in ("count", "rows", "width", "inner")),
@@ -86,11 +87,11 @@ class WholePass:
 
     Args:
         layers: in order; all of one shape, but for their windows.
-        norm_W: the final norm's weight.
+        norm_W: the final norm's weight; None = there is none.
     """
 
     def __init__(
-        self, kernels: NativeKernels, layers: Sequence[LayerSpec], norm_W: Tensor, eps: float
+        self, kernels: NativeKernels, layers: Sequence[LayerSpec], norm_W: Tensor | None, eps: float
     ) -> None:
         self._kernels, self._specs, self._norm_W, self._eps = kernels, list(layers), norm_W, eps
         self._windows = list(dict.fromkeys(layer.spec.window for layer in layers))
@@ -120,8 +121,9 @@ class WholePass:
         seen: Mapping[int | None, Visibility],
         aux_TW: Mapping[int, Tensor],
         queries_THD: Mapping[int, Tensor],
+        input_TI: Tensor | None = None,
     ) -> Tensor:
-        """Runs the layers on `x_TW` in place; returns its final norm, [T, W].
+        """Runs the layers on `x_TW` in place; returns its final norm, or itself where there is none, [T, W].
 
         Args:
             table, position_T: rotary angles and each row's position.
@@ -129,9 +131,10 @@ class WholePass:
             seen: what rows see, per window.
             aux_TW: per layer index, where the stream that enters it is written.
             queries_THD: per layer index, where its rotated queries are written.
+            input_TI: what attention reads in a layer without a norm of its own; by default the stream.
         """
         rows, width = x_TW.shape
-        first = self._specs[0]
+        first, input_TI = self._specs[0], x_TW if input_TI is None else input_TI
         threads = self._kernels.given_threads(torch.get_num_threads())
         aux, queries = (self._places(wanted) for wanted in (aux_TW, queries_THD))
         views = (_Seen * len(self._windows))()
@@ -147,11 +150,12 @@ class WholePass:
         parts = -(-rows // _AT_ONCE)
         jobs = len(self._specs) * (_JOBS_PER_LAYER + 4 * _JOBS_PER_PRODUCT * parts) + 1
         counters = torch.zeros(jobs, dtype=torch.int64)
-        arrays = (self._norm_W, *table, position_T, x_TW, h_TW, *work, scale8, q8, counters, *cache)
+        arrays = (*table, position_T, x_TW, h_TW, *work, scale8, q8, counters, *cache)
         self._kernels.run_pass(
             _Pass(
                 ctypes.addressof(self._table),
                 ctypes.addressof(views),
+                *(None if self._norm_W is None else self._norm_W.data_ptr(), input_TI.data_ptr()),
                 *(t.data_ptr() for t in arrays),
                 ctypes.addressof(aux),
                 ctypes.addressof(queries),
@@ -163,7 +167,7 @@ class WholePass:
             threads,
         )
         del kept  # the tasks' arrays had to live until here
-        return h_TW
+        return x_TW if self._norm_W is None else h_TW
 
     def _places(self, wanted: Mapping[int, Tensor]) -> ctypes.Array[ctypes.c_void_p]:
         """Per layer the address of what is wanted of it, or null."""
@@ -174,7 +178,8 @@ class WholePass:
 
 
 def _fill(entry: _Layer, layer: LayerSpec, seen: int) -> None:
-    entry.attn_norm, entry.mlp_norm = layer.attn_norm_W.data_ptr(), layer.mlp_norm_W.data_ptr()
+    entry.attn_norm = None if layer.attn_norm_W is None else layer.attn_norm_W.data_ptr()
+    entry.mlp_norm = layer.mlp_norm_W.data_ptr()
     if layer.qk_norms is not None:
         entry.q_norm, entry.k_norm = (norm.data_ptr() for norm in layer.qk_norms)
     entry.seen = seen

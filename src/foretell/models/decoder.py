@@ -95,7 +95,7 @@ class Decoder:
     def forward(self, batch: Batch, needs: Needs = NO_NEEDS) -> ForwardOutput:
         """One pass; see `TargetModel.forward`."""
         batch.capture = frozenset(needs.queries)
-        table = self._rope.upto(int(batch.position_cpu_T.max()) + 1)
+        table = self._rope.upto(batch.positions)
         x_TW = self.embed(batch.token_T)
         wanted = [layer for layer in needs.aux_layers if layer < self.num_layers]
         aux_TW = {layer: torch.empty_like(x_TW) for layer in wanted}

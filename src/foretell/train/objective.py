@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.heads.base import FeatureHead
+from foretell.heads.base import FeatureHead, layer_output
 from foretell.heads.medusa import MedusaHeads
 from foretell.heads.vocabulary import head_rows
 from foretell.models.base import TargetModel
@@ -135,7 +135,9 @@ class FeatureObjective:
         cos_PD, sin_PD = self._rope.upto(max(batch.sizes) + self._weights.depths)
         angles = cos_PD[position_X], sin_PD[position_X]
         wanted_R = None if depth else rows.at_R
-        return self._head.step(self._embed(batch, from_X, depth), feature_XW, angles, attend, wanted_R)
+        return layer_output(
+            self._head, self._embed(batch, from_X, depth), feature_XW, angles, attend, wanted_R
+        )
 
     def _embed(self, batch: Batch, from_X: Tensor, depth: int) -> Tensor:
         """Embeddings of the tokens that the rows take; what stands behind a sample's end is never judged."""

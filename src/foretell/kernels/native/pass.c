@@ -22,7 +22,7 @@ typedef struct {
 } seen_t;
 
 typedef struct {
-  const float *attn_norm, *mlp_norm, *q_norm, *k_norm;
+  const float *attn_norm, *mlp_norm, *q_norm, *k_norm; /* attn_norm null: attention reads `input` */
   matrix_t qkv, out, gate_up, down;
   int64_t seen; /* index of its window */
 } layer_t;
@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
   const layer_t *layers;
   const seen_t *seen;
-  const float *norm, *cos, *sin;
+  const float *norm, *input, *cos, *sin; /* norm null: the stream is not normed at the end */
   const int64_t *position;
   float *x, *h, *qkv, *mixed, *delta, *gate_up, *act, *scale8;
   int16_t *q8;
@@ -80,11 +80,12 @@ static void run(const pass_t *p, int threads) {
   for (int64_t i = 0; i < p->count; i++) {
     const layer_t *l = p->layers + i;
     ft_add_norm(p->x, delta, l->attn_norm, p->h, p->rows, p->width, p->eps, threads);
+    const float *input = l->attn_norm ? p->h : p->input;
     if (p->aux[i]) {
       copy_t c = {p->x, p->aux[i], p->width, p->width};
       parallel_for(p->rows, 1, copy_task, &c);
     }
-    multiply(p, &l->qkv, p->h, p->qkv, threads);
+    multiply(p, &l->qkv, input, p->qkv, threads);
     ft_rope(p->qkv, p->cos, p->sin, l->q_norm, l->k_norm, p->position, p->rows, p->heads, p->kv_heads, p->dim,
             stride, p->eps, threads);
     if (p->queries[i]) {
@@ -118,7 +119,8 @@ static void member(void *arg) {
   ft_team = 0;
 }
 
-/* Runs the layers on x[rows, width] in place and writes the normed stream that leaves the last one to h.
+/* Runs the layers on x[rows, width] in place and writes the normed stream that leaves the last one to h,
+ * where there is a final norm.
  * `next` holds a zero per parallel_for. `threads` must be what the OpenMP runtime really gives. */
 void ft_pass(const pass_t *pass, int threads) {
   run_t r = {pass, {.members = threads, .next = pass->next}, 0, threads};

@@ -33,10 +33,10 @@ static void norm_task(void *p, int64_t row) {
     const float *d = a->delta + row * a->width;
     for (int64_t i = 0; i < a->width; i += 8) STORE(x + i, LOAD(x + i) + LOAD(d + i));
   }
-  rms_row(x, a->weight, a->out + row * a->width, a->width, a->eps);
+  if (a->weight) rms_row(x, a->weight, a->out + row * a->width, a->width, a->eps);
 }
 
-/* residual[rows, width] += delta (if any); out = rms_norm(residual) * weight. */
+/* residual[rows, width] += delta (if any); out = rms_norm(residual) * weight (if any). */
 void ft_add_norm(float *residual, const float *delta, const float *weight, float *out, int64_t rows,
                  int64_t width, float eps, int threads) {
   norm_t a = {residual, delta, weight, out, width, eps};

@@ -1,4 +1,4 @@
-/* The highest scores of a history, without sorting it. */
+/* The highest scores of a history or of a row of logits, without sorting them. */
 #include "common.h"
 
 #define BITS 11
@@ -38,4 +38,25 @@ void ft_mark_best(const float *score, uint8_t *kept, uint32_t *rank, int32_t *pl
     if (low == 0) break;
   }
   for (int64_t i = 0; i < wanted; i++) kept[place[i]] = 1;
+}
+
+/* The `count` highest of n scores, the highest first and lower places first where scores are equal, and the
+ * logarithm of the sum of exp(score). At least one score is finite; none is above the largest float. */
+float ft_top(const float *score, int64_t n, int64_t count, int64_t *place, float *value) {
+  int64_t held = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (held == count && !(score[i] > value[held - 1])) continue;
+    int64_t at = held < count ? held++ : held - 1;
+    for (; at > 0 && value[at - 1] < score[i]; at--) {
+      value[at] = value[at - 1];
+      place[at] = place[at - 1];
+    }
+    value[at] = score[i];
+    place[at] = i;
+  }
+  f8 top = splat(value[0]), sum = splat(0), rest = splat(-INFINITY);
+  int64_t whole = n - n % 8;
+  for (int64_t i = 0; i < whole; i += 8) sum += exp8(LOAD(score + i) - top);
+  for (int64_t i = whole; i < n; i++) rest[i - whole] = score[i];
+  return value[0] + logf(hsum(sum + exp8(rest - top)));
 }

@@ -1,0 +1,84 @@
+"""A head made ready to run: weights and norms laid out for the machine, and its layer as one call of compiled
+code where that can run it.
+
+Shape suffixes: X any leading dimensions, W width.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from foretell.heads.layers import Attention, Block, GatedMlp, RmsNorm
+from foretell.kernels import HeadSpec, Kernels, NativeKernels, kernels_for
+from foretell.kernels.whole import LayerSpec, Matrix, WholePass
+from foretell.models.linear import PackedLinear, pack
+
+H = TypeVar("H", bound=nn.Module)
+
+
+class ReadyNorm(nn.Module):
+    """An `RmsNorm` by compiled code: for few rows torch's takes several times as long."""
+
+    def __init__(self, norm: RmsNorm, kernels: NativeKernels) -> None:
+        super().__init__()
+        self.scale_W, self.eps, self._kernels = norm.scales().float().contiguous(), norm.eps, kernels
+
+    def forward(self, x_XW: Tensor) -> Tensor:
+        """Over the last dimension."""
+        rows_TW = x_XW.reshape(-1, x_XW.shape[-1]).contiguous()
+        return self._kernels.add_norm(rows_TW, None, self.scale_W, self.eps).view(x_XW.shape)
+
+
+def make_ready(head: H, device: torch.device, dtype: torch.dtype) -> H:
+    """For inference: weights laid out for the machine, everything else in `dtype`."""
+    head.requires_grad_(False)
+    for module in list(head.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                weight_OI, bias_O = child.weight.data.to(device), child.bias
+                setattr(
+                    module, name, pack(weight_OI, None if bias_O is None else bias_O.data.to(device), dtype)
+                )
+            elif isinstance(child, RmsNorm):
+                kernels = kernels_for(device, dtype, (len(child.weight),))
+                if isinstance(kernels, NativeKernels):
+                    setattr(module, name, ReadyNorm(child, kernels))
+    head.to(device=device)
+    for parameter in head.parameters():
+        if parameter.is_floating_point() and parameter.ndim == 1:
+            parameter.data = parameter.data.to(dtype)
+    return head.eval()
+
+
+def block_pass(block: Block, spec: HeadSpec, kernels: Kernels) -> WholePass | None:
+    """The layer of a ready head as one call, where compiled code can run it. The stream is not normed behind
+    it."""
+    attention, mlp = block.attention, block.mlp
+    if not isinstance(kernels, NativeKernels):
+        return None
+    if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp) or not attention.plain:
+        return None
+    matrices = [_matrix(part) for part in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+    norms = [_scale(norm) for norm in (block.post_norm, *attention.norms)]
+    entry_W = None if block.input_norm is None else _scale(block.input_norm)
+    if any(part is None for part in (*matrices, *norms)) or (
+        block.input_norm is not None and entry_W is None
+    ):
+        return None
+    qkv, out, gate_up, down = (matrix for matrix in matrices if matrix is not None)
+    post_W, *qk = (norm for norm in norms if norm is not None)
+    layer = LayerSpec(entry_W, post_W, (qk[0], qk[1]) if qk else None, qkv, out, gate_up, down, spec)
+    if not WholePass.fits([layer]):
+        return None
+    return WholePass(kernels, [layer], None, block.post_norm.eps)
+
+
+def _matrix(part: nn.Module) -> Matrix | None:
+    return part.matrix() if isinstance(part, PackedLinear) else None
+
+
+def _scale(norm: nn.Module) -> Tensor | None:
+    return norm.scale_W if isinstance(norm, ReadyNorm) else None
