@@ -7,11 +7,14 @@ import torch
 
 from foretell.attention import Segment, pack
 from foretell.drafters.feature import HeadRunner
+from foretell.errors import InputError
 from foretell.heads.base import layer_output
-from foretell.heads.ready import make_ready
+from foretell.models import linear
 from foretell.models.rope import RopeTable
+from foretell.sampling import Sampler
 from foretell.train.resume import load_head
-from tests import head_files
+from foretell.types import SamplingParams
+from tests import head_files, oracle
 from tests.test_heads import LAYOUTS
 
 ROWS, WANTED = 7, torch.tensor([1, 4, 6])
@@ -53,12 +56,10 @@ def test_a_layer_in_one_call_equals_its_operations(layout, target, tmp_path):
     """Compiled code runs every layer without gates, latent attention or experts; a prompt, then a tree that
     grows over two passes beside another request."""
     make, kind, _ = LAYOUTS[layout]
-    by_torch, _ = load_head(kind, make(tmp_path / "head"), target)
-    head, _ = load_head(kind, tmp_path / "head", target)
-    loop = HeadRunner(by_torch.eval(), target, 400)
-    one = HeadRunner(make_ready(head, target.device, target.dtype), target, 400)
+    folder = make(tmp_path / "head")
+    one, loop = (HeadRunner(load_head(kind, folder, target)[0], target, 400, "stored") for _ in range(2))
     assert (one._whole is None) == ("Qwen3-Next" in layout or "DeepSeek" in layout)
-    assert loop._whole is None
+    loop._whole = None
     prompt, chance = [(7 * i) % 90 + 3 for i in range(150)], torch.Generator().manual_seed(2)
     passes = (
         [Segment(0, 0, prompt), Segment(200, 0, [5, 6])],
@@ -73,3 +74,38 @@ def test_a_layer_in_one_call_equals_its_operations(layout, target, tmp_path):
             torch.testing.assert_close(part, expected, atol=2e-4, rtol=2e-4)
         assert torch.equal(feature_TW, kept_TW), "what the target has said stays"
     torch.testing.assert_close(one.arena.keys_LKSD, loop.arena.keys_LKSD, atol=2e-4, rtol=2e-4)
+
+
+KINDS = {"eagle": head_files.eagle, "eagle3": lambda folder: head_files.eagle3(folder, "safeailab"),
+         "mtp": head_files.mimo, "medusa": lambda folder: head_files.medusa(folder, "v1.0")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rounded_weights_change_drafts_and_no_answer(name, target, tmp_path, monkeypatch):
+    folder, real, first = KINDS[name](tmp_path / "head"), Sampler.rank, {}
+    for weights in ("stored", "int8", "auto"):
+        ranked = []
+
+        def rank(sampler, logits_V, *rest, ranked=ranked):
+            ranked.append(logits_V.clone())
+            return real(sampler, logits_V, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "rank", rank)
+            engine = oracle.engine(target, f"{name}:{folder}", options={"weights": weights}, draft_tokens=6)
+            (request,) = oracle.run(engine, [[5, 17, 33, 8, 61]], SamplingParams(max_tokens=20))
+        assert request.output_ids == oracle.generate(target, [5, 17, 33, 8, 61], request.params)
+        first[weights] = ranked[0]
+    away = float((first["int8"] - first["stored"]).norm() / first["stored"].norm())
+    assert 1e-4 < away < 0.05, away
+    assert torch.equal(first["auto"], first["int8"])
+
+
+def test_weights_of_a_head_that_cannot_be_had_are_refused(target, tmp_path, monkeypatch):
+    folder = head_files.eagle(tmp_path / "head")
+    with pytest.raises(InputError, match=r"weights of a head must be one of auto, .*int8, got 'int4'"):
+        oracle.engine(target, f"eagle:{folder}", options={"weights": "int4"})
+    monkeypatch.setattr(linear, "native_kernels", lambda: None)
+    oracle.engine(target, f"eagle:{folder}")  # auto keeps what is stored
+    with pytest.raises(InputError, match="weights int8 need the compiled kernels"):
+        oracle.engine(target, f"eagle:{folder}", options={"weights": "int8"})

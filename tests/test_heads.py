@@ -95,7 +95,7 @@ def test_every_layout_equals_its_reference(layout, tree, target, tmp_path, monke
     make, drafter, reference = LAYOUTS[layout]
     folder = make(tmp_path / "head")
     wanted = reference(folder, target)
-    options = {"tree": tree, "depth": 4, "top_k": 3}
+    options = {"tree": tree, "depth": 4, "top_k": 3, "weights": "stored"}
     engine = oracle.engine(target, f"{drafter}:{folder}", options=options, draft_tokens=9, kv_slots=256)
     ranked = Ranked(monkeypatch, target.vocab_size)
     params = SamplingParams(max_tokens=12)
@@ -119,7 +119,7 @@ def test_every_layout_equals_its_reference(layout, tree, target, tmp_path, monke
 @pytest.mark.parametrize("own_output", [True, False])
 def test_medusa_equals_its_reference(layout, own_output, target, tmp_path, monkeypatch):
     folder = head_files.medusa(tmp_path / "head", layout, own_output=own_output)
-    engine = oracle.engine(target, f"medusa:{folder}", draft_tokens=9)
+    engine = oracle.engine(target, f"medusa:{folder}", options={"weights": "stored"}, draft_tokens=9)
     ranked = Ranked(monkeypatch, target.vocab_size)
     oracle.run(engine, PROMPTS, SamplingParams(max_tokens=10))
     _, w = reference_heads.read(folder)

@@ -466,7 +466,9 @@ def test_a_draft_vocabulary_is_part_of_the_target_s_head(target, tmp_path, monke
 
         with monkeypatch.context() as patch:
             patch.setattr(Sampler, "rank", rank)
-            engine = oracle.engine(target, f"eagle:{tmp_path / name}", draft_tokens=3)
+            engine = oracle.engine(
+                target, f"eagle:{tmp_path / name}", options={"weights": "stored"}, draft_tokens=3
+            )
             oracle.run(engine, [[5, 6, 7]], SamplingParams(max_tokens=4))
         seen[name] = ranked[0]
     (few_V, ids_V), (all_V, none) = seen["few"], seen["all"]
@@ -543,8 +545,8 @@ def test_a_new_head_begins_at_the_target_s_last_layer(target, model_folder):
     head = RECIPES["eagle3"].make(made, head_rows(target, IDS).clone())
     weight = reference_heads.read(folder)[1]
     at = f"model.layers.{target.num_layers - 1}."
-    assert torch.equal(head.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])
-    q_HW, embed_HW = head.attention.qkv.weight[:32, 32:], head.attention.qkv.weight[:, :32]
+    assert torch.equal(head.block.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])
+    q_HW, embed_HW = head.block.attention.qkv.weight[:32, 32:], head.attention.qkv.weight[:, :32]
     assert torch.equal(q_HW, weight[f"{at}self_attn.q_proj.weight"])
     assert not embed_HW.any()
     assert torch.equal(head.norm.weight, weight["model.norm.weight"])

@@ -13,7 +13,7 @@ from foretell.errors import InputError
 from foretell.heads.base import FeatureHead
 from foretell.heads.eagle import load_eagle
 from foretell.heads.eagle3 import CONVENTIONS, load_eagle3
-from foretell.heads.ready import make_ready
+from foretell.heads.ready import check_form
 
 _log = logging.getLogger(__name__)
 
@@ -39,12 +39,15 @@ class FeatureOptions:
         tree: "dynamic" (EAGLE-2: most confident first), "eagle1" (its fixed tree of 25 nodes), or a JSON
             file of paths.
         min_prob: draft only tokens with at least this confidence.
+        weights: how its matrices are kept: stored, fp32, fp16, int8, or "auto": int8 where compiled code runs
+            them. Rounding changes what is drafted, never what is said.
     """
 
     depth: int = 6
     top_k: int = 4
     tree: str = "dynamic"
     min_prob: float = 0.0
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k"):
@@ -52,6 +55,7 @@ class FeatureOptions:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.min_prob <= 1:
             raise InputError(f"min_prob must be between 0 and 1, got {self.min_prob}")
+        check_form(self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Eagle3Options(FeatureOptions):
         tree: "dynamic" (most confident first), "eagle1" (a fixed tree of 25 nodes), or a JSON file of
             paths.
         min_prob: draft only tokens with at least this confidence.
+        weights: how its matrices are kept: stored, fp32, fp16, int8, or "auto": int8 where compiled code runs
+            them. Rounding changes what is drafted, never what is said.
         layer_ids: what the checkpoint's layer ids mean: "input" of a layer, its "output", or "auto".
     """
 
@@ -76,14 +82,14 @@ class Eagle3Options(FeatureOptions):
 
 
 def feature_drafter(context: DrafterContext, head: FeatureHead, options: FeatureOptions) -> FeatureDrafter:
-    """The drafter of a head that is ready to run.
+    """The drafter of a head as it was loaded.
 
     Raises:
-        InputError: the tree cannot be read.
+        InputError: the tree cannot be read, or the weights cannot be kept so here.
     """
     shape, nodes, scratch = shape_of(options)
     slots = context.slots + _LIVE * scratch
-    runner = HeadRunner(head, context.target, slots)
+    runner = HeadRunner(head, context.target, slots, options.weights)
     return FeatureDrafter(runner, shape, scratch, nodes, options.min_prob)
 
 
@@ -104,7 +110,6 @@ def build_eagle(context: DrafterContext, argument: str | None, options: FeatureO
     """See `DrafterEntry.build`."""
     target = context.target
     head = load_eagle(context.head_folder("eagle", argument), target.hidden_size, target.vocab_size)
-    make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)
 
 
@@ -112,5 +117,4 @@ def build_eagle3(context: DrafterContext, argument: str | None, options: Eagle3O
     """See `DrafterEntry.build`."""
     target, folder = context.target, context.head_folder("eagle3", argument)
     head = load_eagle3(folder, target.num_layers, target.hidden_size, target.vocab_size, options.layer_ids)
-    make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

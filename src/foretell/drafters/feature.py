@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretell.attention import Batch, Segment, attend, pack
 from foretell.cache import KVArena, KVCache, Lease
@@ -24,7 +24,7 @@ from foretell.drafters.base import DraftRequest, Observed, reserved
 from foretell.drafters.grow import Candidate, Growth, Shape
 from foretell.drafters.lent import LentHead
 from foretell.heads.base import FeatureHead, layer_output
-from foretell.heads.ready import block_pass
+from foretell.heads.ready import block_pass, form_for, make_ready
 from foretell.kernels import HeadSpec, kernels_for
 from foretell.models.base import TargetModel
 from foretell.models.rope import RopeTable
@@ -38,21 +38,25 @@ class HeadRunner:
     """One pass of a head over packed rows.
 
     Args:
-        head: ready to run (`foretell.heads.ready.make_ready`).
+        head: as it was loaded; it is made ready to run.
         target: lends its embedding and output head where the head has none.
         slots: tokens that the head's cache holds.
+        weights: how its matrices are kept; see `foretell.heads.ready`.
     """
 
-    def __init__(self, head: FeatureHead, target: TargetModel, slots: int) -> None:
-        self.head = head
-        self._target = target
+    def __init__(self, head: FeatureHead, target: TargetModel, slots: int, weights: str) -> None:
         device, dtype = target.device, target.dtype
+        form = form_for(weights, device, dtype)
+        assert isinstance(head, nn.Module)
+        make_ready(head, device, dtype, form)
+        self.head: FeatureHead = head
+        self._target = target
         self.arena = KVArena(1, head.kv_heads, head.dim, slots, dtype, device)
         self._spec = HeadSpec(head.heads, head.kv_heads, head.dim, head.scale, head.window)
         self._kernels = kernels_for(device, dtype, (head.dim,))
         self._rope = RopeTable(head.rope, head.rotated, device)
         self._whole = block_pass(head.block, self._spec, self._kernels)
-        self.lent = LentHead(target, head.target_ids)
+        self.lent = LentHead(target, head.target_ids, form)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, feature_TW: Tensor) -> tuple[Tensor, Tensor]:

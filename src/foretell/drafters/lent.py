@@ -23,11 +23,13 @@ class LentHead:
     Args:
         target: whose head it is.
         target_ids: ids of the draft vocabulary; None = all.
+        weights: how the rows of a draft vocabulary are kept; see `foretell.models.linear.pack`.
     """
 
-    def __init__(self, target: TargetModel, target_ids: Tensor | None) -> None:
+    def __init__(self, target: TargetModel, target_ids: Tensor | None, weights: str) -> None:
         self._target = target
         self._ids = None if target_ids is None else target_ids.to(target.device)
+        self._weights = weights
         self._packed: PackedLinear | None = None
 
     def __call__(self, state_RW: Tensor) -> Tensor:
@@ -35,7 +37,7 @@ class LentHead:
         if self._ids is None:
             return self._target.head(state_RW)
         if self._packed is None:  # heads with an output layer of their own never need it
-            self._packed = pack(head_rows(self._target, self._ids), None, self._target.dtype)
+            self._packed = pack(head_rows(self._target, self._ids), None, self._target.dtype, self._weights)
         logits_RV: Tensor = self._packed(state_RW.to(self._target.dtype)).float()
         return logits_RV
 

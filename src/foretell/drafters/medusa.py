@@ -20,7 +20,7 @@ from foretell.drafters.base import DrafterContext, DraftRequest, Observed
 from foretell.drafters.grow import Fixed, Ranks, read_paths
 from foretell.drafters.lent import LentHead
 from foretell.heads.medusa import MedusaHeads, has_medusa, load_medusa
-from foretell.heads.ready import make_ready
+from foretell.heads.ready import check_form, form_for, make_ready
 from foretell.models.base import TargetModel
 from foretell.types import EMPTY_TREE, DraftTree, Needs, StepPlan
 
@@ -37,9 +37,15 @@ class MedusaOptions:
 
     Args:
         tree: "auto" (by measured accuracy), or a JSON file of paths of ranks.
+        weights: how their matrices are kept: stored, fp32, fp16, int8, or "auto": int8 where compiled code
+            runs them. Rounding changes what is drafted, never what is said.
     """
 
     tree: str = "auto"
+    weights: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_form(self.weights)
 
 
 class Accuracy:
@@ -87,11 +93,12 @@ class MedusaDrafter:
         heads: MedusaHeads,
         target: TargetModel,
         paths: Sequence[Ranks] | None,
+        weights: str,
         *,
         learning: bool = True,
     ) -> None:
         self._heads, self._paths, self._learning = heads, paths, learning
-        self._lent = LentHead(target, heads.target_ids)
+        self._lent = LentHead(target, heads.target_ids, weights)
         self.accuracy = Accuracy(heads.count)
         self.draft_tokens = len(paths) if paths is not None else 16
         self._hidden: dict[int, tuple[int, Tensor]] = {}  # tokens when the state came, and the state
@@ -182,6 +189,7 @@ def build(context: DrafterContext, argument: str | None, options: MedusaOptions)
     heads = load_medusa(
         context.head_folder("medusa", argument, has_medusa), target.hidden_size, target.vocab_size
     )
-    make_ready(heads, target.device, target.dtype)
+    weights = form_for(options.weights, target.device, target.dtype)
+    make_ready(heads, target.device, target.dtype, weights)
     paths = None if options.tree == "auto" else Fixed(read_paths(Path(options.tree))).paths
-    return MedusaDrafter(heads, target, paths, learning=context.learning)
+    return MedusaDrafter(heads, target, paths, weights, learning=context.learning)

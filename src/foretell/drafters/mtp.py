@@ -8,7 +8,6 @@ from foretell.drafters.base import DrafterContext
 from foretell.drafters.eagle import FeatureOptions, feature_drafter
 from foretell.drafters.feature import FeatureDrafter
 from foretell.heads.mtp import has_mtp, load_mtp
-from foretell.heads.ready import make_ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +21,8 @@ class MtpOptions(FeatureOptions):
         tree: "dynamic" (most confident first), "eagle1" (a fixed tree of 25 nodes), or a JSON file of
             paths.
         min_prob: draft only tokens with at least this confidence.
+        weights: how its matrices are kept: stored, fp32, fp16, int8, or "auto": int8 where compiled code runs
+            them. Rounding changes what is drafted, never what is said.
     """
 
     depth: int = 3
@@ -32,5 +33,4 @@ def build(context: DrafterContext, argument: str | None, options: MtpOptions) ->
     """See `DrafterEntry.build`; see `DrafterContext.head_folder` for that without an argument."""
     target = context.target
     head = load_mtp(context.head_folder("mtp", argument, has_mtp), target.hidden_size, target.vocab_size)
-    make_ready(head, target.device, target.dtype)
     return feature_drafter(context, head, options)

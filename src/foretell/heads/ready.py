@@ -6,17 +6,16 @@ Shape suffixes: X any leading dimensions, W width.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 
+from foretell.errors import InputError
 from foretell.heads.layers import Attention, Block, GatedMlp, RmsNorm
 from foretell.kernels import HeadSpec, Kernels, NativeKernels, kernels_for
 from foretell.kernels.whole import LayerSpec, Matrix, WholePass
-from foretell.models.linear import PackedLinear, pack
+from foretell.models.linear import WEIGHTS, PackedLinear, choose_kernel, pack
 
-H = TypeVar("H", bound=nn.Module)
+FORMS = ("auto", *WEIGHTS)
 
 
 class ReadyNorm(nn.Module):
@@ -32,16 +31,38 @@ class ReadyNorm(nn.Module):
         return self._kernels.add_norm(rows_TW, None, self.scale_W, self.eps).view(x_XW.shape)
 
 
-def make_ready(head: H, device: torch.device, dtype: torch.dtype) -> H:
-    """For inference: weights laid out for the machine, everything else in `dtype`."""
+def check_form(weights: str) -> None:
+    """Whether there are such weights of a head.
+
+    Raises:
+        InputError: there are not.
+    """
+    if weights not in FORMS:
+        raise InputError(f"weights of a head must be one of {', '.join(FORMS)}, got {weights!r}")
+
+
+def form_for(weights: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What "auto" is on this device: 8 bits where compiled code runs them. The others are what they are."""
+    if weights != "auto":
+        return weights
+    return "int8" if choose_kernel(device, dtype) == "panels" else "stored"
+
+
+def make_ready(head: nn.Module, device: torch.device, dtype: torch.dtype, weights: str) -> None:
+    """Turns a head into one for inference: weights laid out for the machine, everything else in `dtype`.
+
+    Args:
+        weights: how matrices are kept; see `foretell.models.linear.pack`.
+
+    Raises:
+        InputError: they cannot be kept so here.
+    """
     head.requires_grad_(False)
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                weight_OI, bias_O = child.weight.data.to(device), child.bias
-                setattr(
-                    module, name, pack(weight_OI, None if bias_O is None else bias_O.data.to(device), dtype)
-                )
+                bias_O = None if child.bias is None else child.bias.data.to(device)
+                setattr(module, name, pack(child.weight.data.to(device), bias_O, dtype, weights))
             elif isinstance(child, RmsNorm):
                 kernels = kernels_for(device, dtype, (len(child.weight),))
                 if isinstance(kernels, NativeKernels):
@@ -50,7 +71,7 @@ def make_ready(head: H, device: torch.device, dtype: torch.dtype) -> H:
     for parameter in head.parameters():
         if parameter.is_floating_point() and parameter.ndim == 1:
             parameter.data = parameter.data.to(dtype)
-    return head.eval()
+    head.eval()
 
 
 def block_pass(block: Block, spec: HeadSpec, kernels: Kernels) -> WholePass | None:
