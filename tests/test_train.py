@@ -546,7 +546,7 @@ def test_a_new_head_begins_at_the_target_s_last_layer(target, model_folder):
     weight = reference_heads.read(folder)[1]
     at = f"model.layers.{target.num_layers - 1}."
     assert torch.equal(head.block.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])
-    q_HW, embed_HW = head.block.attention.qkv.weight[:32, 32:], head.attention.qkv.weight[:, :32]
+    q_HW, embed_HW = head.block.attention.qkv.weight[:32, 32:], head.block.attention.qkv.weight[:, :32]
     assert torch.equal(q_HW, weight[f"{at}self_attn.q_proj.weight"])
     assert not embed_HW.any()
     assert torch.equal(head.norm.weight, weight["model.norm.weight"])
@@ -554,4 +554,4 @@ def test_a_new_head_begins_at_the_target_s_last_layer(target, model_folder):
     aux = {layer: torch.zeros(1, 32) for layer in head.config.aux_layers} | {last: torch.ones(1, 32)}
     assert float((head.features(None, aux) - 1).abs().max()) < 1
     again = RECIPES["eagle3"].make(Shape(config, target.num_layers, None, len(IDS)), head_rows(target, IDS))
-    assert not torch.equal(again.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])
+    assert not torch.equal(again.block.mlp.down.weight, weight[f"{at}mlp.down_proj.weight"])
