@@ -306,9 +306,31 @@ def test_a_prefix_hit_that_the_heads_cache_lost(target, tmp_path):
             engine.step()
             shifts |= {state.shift for state in drafter._states.values()}
         assert request.output_ids == wanted
-    assert shifts == {len(prompt) - 1}
+    assert shifts == {len(prompt) - 2}, "the last state of the prefix is computed again"
     assert request.stats.drafts > 3
     assert not drafter._cache._kept
+
+
+def test_a_prefix_that_comes_while_a_request_waits_is_the_heads_too(target, tmp_path):
+    """Requests with one beginning arrive together: the target reads it once, and so does the head."""
+    folder = head_files.eagle(tmp_path / "head")
+    begin, params = [(5 * i) % 90 + 3 for i in range(40)], SamplingParams(max_tokens=10)
+    prompts = [[*begin, token, token + 1] for token in (40, 50, 60)]
+    alone, drafts = [], []
+    for together in (False, True):
+        drafter = build_drafter(f"eagle:{folder}", {}, context(target))
+        engine = oracle.engine(target, drafter, draft_tokens=6)
+        waves = [prompts] if together else [[prompt] for prompt in prompts]
+        for wave in waves:
+            requests = [engine.submit(prompt, params, frozenset()) for prompt in wave]
+            while not engine.idle:
+                engine.step()
+                assert not any(state.shift for state in drafter._states.values())
+                drafter._cache.check_integrity()
+            alone += [] if together else requests
+        drafts.append([r.stats.accepted for r in (requests if together else alone)])
+        assert engine._scheduler._cache.reused == 2 * (len(begin) - 1)
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("limit", [40, 64])

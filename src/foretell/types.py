@@ -232,6 +232,12 @@ class Needs:
     queries: tuple[int, ...] = ()
     prompts: bool = False
 
+    @property
+    def again(self) -> int:
+        """Tokens at the end of a found prefix whose states are needed anew: what a head makes of a state
+        depends on the token behind it, and that is another one."""
+        return int(self.last_hidden or bool(self.aux_layers))
+
     def __or__(self, other: Needs) -> Needs:
         """Both together."""
         mine, others = (self.aux_layers, self.queries), (other.aux_layers, other.queries)

@@ -44,17 +44,19 @@ class KVCache:
         self._kept: list[Lease] = []  # least recently used first
 
     def reserve(
-        self, tokens: list[int], capacity: int, *, whole: bool = False, reuse: bool = True
+        self, tokens: list[int], capacity: int, *, whole: bool = False, reuse: bool = True, again: int = 0
     ) -> Lease | None:
         """A lease for a request that will hold at most `capacity` tokens; None = wait.
 
         The longest prefix of `tokens` that any other lease holds is copied into it, unless `whole` but
-        for the last token: its logits are still to be computed. Without `reuse` nothing is copied.
+        for the last token: its logits are still to be computed. Without `reuse` nothing is copied. The last
+        `again` tokens of the prefix are left to be read again.
         """
         if self._gap(capacity, self._live) is None:
             return None
         longest = len(tokens) - (not whole) if reuse else 0
         source, hit = self._longest_prefix(tokens, longest)
+        hit = max(0, hit - again)
         start = self._make_room(capacity, self._live)
         assert start is not None
         self._touch(source)
@@ -69,10 +71,11 @@ class KVCache:
         self._live.append(lease)
         return lease
 
-    def extend(self, lease: Lease) -> None:
+    def extend(self, lease: Lease, *, again: int = 0) -> None:
         """Copies into a lease that nothing was written to what others hold of its tokens by now, but for the
-        last one."""
+        last one, and for the last `again` of those that are found."""
         source, hit = self._longest_prefix(lease.tokens, len(lease.tokens) - 1)
+        hit -= again
         if source is None or hit <= lease.length:
             return
         self._touch(source)

@@ -193,13 +193,21 @@ class FeatureDrafter:
             return
         feature_TW = self.runner.head.features(seen.hidden_TW, seen.aux_TW)
         if seen.start > state.known:
-            state.begin_at(seen.start)
+            self._catch_up(state, seen.start)
         _learn(state.keys, request.tokens, state.shift)
         new = feature_TW[state.known - seen.start :]
         if len(new):
             state.waiting.append(new)
         while state.unread >= _CHUNK and state.known < len(request.tokens) and self._fits(request, state):
             self._read([request], logits=False)
+
+    def _catch_up(self, state: _State, start: int) -> None:
+        """The target has taken what is before `start` from another request: so does the head, where its cache
+        holds it by now."""
+        if not state.shift and not state.waiting:
+            self._cache.extend(state.lease)
+        if start > state.known:
+            state.begin_at(start)
 
     def _room(self, request: DraftRequest) -> int:
         """Slots for the request, as far ahead as the target has reserved."""

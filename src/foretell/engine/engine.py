@@ -76,10 +76,8 @@ class Engine:
         prefill_chunk: int = 512,
         reader: Reader | None = None,
     ) -> None:
-        self.target = target
-        self.rule = rule
+        self.target, self.rule, self.planner = target, rule, planner
         self.cache = KVCache(target.new_arena(kv_slots))
-        self.planner = planner
         self.last: StepReport | None = None
         self.lossy = reader is not None
         self._accounts = Accounts(drafter.expects)
@@ -91,11 +89,13 @@ class Engine:
         if isinstance(drafter, BorrowingDrafter):
             drafter.borrow(self.cache.arena)
         self._looks_ahead = reader is not None and looks_ahead(drafter, reader)
-        # a draft that comes out otherwise after a prefix hit changes no text under an invariant rule
+        # a draft that comes out otherwise after a prefix hit changes no text under an invariant rule, and
+        # reading emitted tokens again is no other text
         self.preempts = free = reader is None and rule.invariant
-        reuse = not self._needs.prompts or free
-        # reading emitted tokens again is no other text where nothing but the tokens decides about it
-        self._scheduler = Scheduler(self.cache, max_batch, planner.max_draft, reuse=reuse, preempts=free)
+        reuse, again = not self._needs.prompts or free, self._needs.again
+        self._scheduler = Scheduler(
+            self.cache, max_batch, planner.max_draft, reuse=reuse, preempts=free, again=again
+        )
         self._prefill_chunk = prefill_chunk
         self._ids = itertools.count()
         self._started: set[int] = set()  # requests that drafter and reader follow

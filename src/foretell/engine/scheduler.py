@@ -42,6 +42,7 @@ class Scheduler:
         reuse: whether prefixes of other requests are copied.
         preempts: whether a request may be put back without changing its text. Where not, it is admitted with
             all the slots that it can ever need, and keeps them.
+        again: tokens at the end of a found prefix that are read again.
 
     Attributes:
         running: in turn.
@@ -49,14 +50,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: KVCache, max_batch: int, draft: int, *, reuse: bool = True, preempts: bool = True
+        self,
+        cache: KVCache,
+        max_batch: int,
+        draft: int,
+        *,
+        reuse: bool = True,
+        preempts: bool = True,
+        again: int = 0,
     ) -> None:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._cache = cache
         self._max_batch = max_batch
         self._draft = draft
-        self._reuse = reuse
+        self._reuse, self._again = reuse, again
         self._preempts = preempts
         self._turns = 0
 
@@ -162,7 +170,9 @@ class Scheduler:
                 return
 
     def _reserve(self, request: Request) -> bool:
-        request.lease = self._cache.reserve(request.tokens, self._ask(request), reuse=self._reuse)
+        request.lease = self._cache.reserve(
+            request.tokens, self._ask(request), reuse=self._reuse, again=self._again
+        )
         if request.lease is not None:
             request.waited = 0
         return request.lease is not None
@@ -196,7 +206,7 @@ class Scheduler:
         assert request.lease is not None
         if request.begun or not self._reuse:
             return False
-        self._cache.extend(request.lease)
+        self._cache.extend(request.lease, again=self._again)
         return any(
             other.unread > 1 and _common(other.tokens, request.tokens) >= request.lease.length + _WORTH
             for other in others
