@@ -334,6 +334,8 @@ class StepPlan:
         reason: in words.
         free_tokens: nodes that it may have where drafting costs next to nothing, if that is more.
         worth: nodes that are less likely to be kept would not be verified; a drafter may leave them out.
+        pass_worth: a further pass of a drafter that goes token by token does not pay below nodes that are all
+            less likely to be kept than this.
         direct: of a drafter with several levels, the lowest drafts for the target alone.
     """
 
@@ -341,4 +343,5 @@ class StepPlan:
     reason: str
     free_tokens: int = 0
     worth: float = 0.0
+    pass_worth: float = 0.0
     direct: bool = False

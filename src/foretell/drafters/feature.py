@@ -239,7 +239,8 @@ class FeatureDrafter:
             if state is None or not plan.draft_tokens or not self._ready(request, state):
                 continue
             least = max(self._min_prob, plan.worth)
-            growth = Growth(self._shape, plan.draft_tokens, request.end_ids, least)
+            limits = least, plan.pass_worth
+            growth = Growth(self._shape, plan.draft_tokens, request.end_ids, *limits)
             drafts[request.id] = _Draft(request, state, growth)
         if drafts:
             self._plant(list(drafts.values()))

@@ -140,12 +140,14 @@ class Growth:
         budget: nodes that the tree may have.
         end_ids: tokens that nothing follows.
         min_prob: least confidence of a candidate.
+        pass_worth: least confidence of a level's best candidate, if its followers are to be looked at.
     """
 
     shape: Shape
     budget: int
     end_ids: frozenset[int]
     min_prob: float = 0.0
+    pass_worth: float = 0.0
     known: list[Candidate] = field(default_factory=list)
     placed: list[Candidate] = field(default_factory=list)
     _level: list[Candidate] = field(default_factory=list)
@@ -163,7 +165,8 @@ class Growth:
     def next_level(self) -> list[Candidate]:
         """The candidates to expand now; they are given places in the order in which they are returned."""
         level = [c for c in self._level if c.token not in self.end_ids]
-        chosen = self.shape.expand(level, self.known, self.budget) if level else []
+        pays = level and math.exp(max(c.score for c in level)) >= self.pass_worth
+        chosen = self.shape.expand(level, self.known, self.budget) if pays else []
         self._level = []
         for candidate in chosen:
             candidate.place = len(self.placed)

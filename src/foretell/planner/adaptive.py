@@ -28,23 +28,30 @@ _MISJUDGED = 0.5  # a node may be worth so much more than its drafter believes
 
 @dataclass(slots=True)
 class _DraftCost:
-    """Seconds of drafting, as measured: per step, and per proposed token. `memory`: weight of the past."""
+    """Seconds of drafting, as measured: per step, per proposed token, and per pass where a drafter goes token
+    by token. `memory`: weight of the past."""
 
     memory: float = _MEMORY
     per_step: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
+    passes: float = 0.0
+
+    @property
+    def per_pass(self) -> float:
+        return self.seconds / self.passes if self.passes else 0.0
 
     @property
     def per_token(self) -> float:
         return self.seconds / self.tokens if self.tokens else 0.0
 
-    def observe(self, seconds: float, tokens: int) -> None:
+    def observe(self, seconds: float, tokens: int, passes: int) -> None:
         """One step's drafting."""
         keep = self.memory
         self.per_step = keep * self.per_step + (1 - keep) * seconds if self.tokens else seconds
         self.seconds = keep * self.seconds + seconds
         self.tokens = keep * self.tokens + tokens
+        self.passes = keep * self.passes + passes
 
 
 @dataclass(slots=True)
@@ -83,6 +90,7 @@ class AdaptivePlanner:
         self._rest = Rest()
         self._looking = False  # whether this step's drafts are made only to see whether they pay
         self._paid = False  # whether drafts that cost something were allowed in this step
+        self._passes = 0  # depth of the deepest draft of this step
         self._waiting = True  # whether some request would not have drafted
         self._prices: list[tuple[float, float]] | None = None
 
@@ -96,7 +104,7 @@ class AdaptivePlanner:
         least = _MISJUDGED * self._least_chance(len(requests))
         plans = [self._length(request, len(requests)) for request in requests]
         plans = [
-            replace(plan, worth=least / self.acceptance.factor(request.id), direct=self._direct)
+            self._worth(request.id, plan, least, len(requests))
             if plan.draft_tokens or plan.free_tokens
             else plan
             for request, plan in zip(requests, plans, strict=True)
@@ -115,6 +123,7 @@ class AdaptivePlanner:
         chances = [
             self.acceptance.chances(request.id, tree) for request, tree in zip(requests, trees, strict=True)
         ]
+        self._passes = max((tree.depth(n) for tree in trees for n in range(len(tree))), default=0)
         untouched = [tree.whole or tree.log_q is not None for tree in trees]
         fixed = sum(len(tree) for tree, own in zip(trees, untouched, strict=True) if own)
         order = sorted(
@@ -144,7 +153,7 @@ class AdaptivePlanner:
             self.cost.observe(report.rows, report.target_s + report.verify_s + report.rest_s)
         made = max((tree.levels for _, tree, _ in report.judged if len(tree)), default=self._levels_used)
         if report.proposed and self._paid:
-            self._costs[made].observe(report.draft_s, report.proposed)
+            self._costs[made].observe(report.draft_s, report.proposed, self._passes)
         if self._most_direct and report.judged and not report.prompt_rows:
             seconds = report.draft_s + report.target_s + report.verify_s + report.rest_s
             self.levels.observe(
@@ -167,6 +176,14 @@ class AdaptivePlanner:
     def _levels_used(self) -> int:
         """Levels that this step's plans ask for."""
         return 2 if self._most_direct and not self._direct else 1
+
+    def _worth(self, request_id: int, plan: StepPlan, least: float, batch: int) -> StepPlan:
+        """The plan, with what nodes must promise. A pass costs the batch its seconds and finds followers
+        in every draft, so its price in plain steps is what it has to gain in each."""
+        factor = self.acceptance.factor(request_id)
+        kept = max(self.acceptance.by_depth(1, self._levels_used)[0], least)
+        price = self._costs[self._levels_used].per_pass / self.cost(batch)
+        return replace(plan, worth=least / factor, pass_worth=price / (kept * factor), direct=self._direct)
 
     def _least_chance(self, batch: int) -> float:
         """What a node's chance must be, if any is to raise the tokens per second: the cheapest further row's
