@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +37,8 @@ def test_a_tree_stops_where_a_pass_would_not_pay(shape):
 def test_the_planner_prices_a_pass():
     """Drafts of three passes, half a plain step each: their followers must be that likely, given how often
     the first token is kept."""
-    plan, request, draft = planner(0.01), Request(), tree([0.9, 0.8, 0.3])
+    plan, request = planner(0.01), Request()
+    draft = replace(tree([0.9, 0.8, 0.3]), passes=3)
     assert plan.plan([request])[0].pass_worth == 0
     for _ in range(60):
         plan.plan([request])

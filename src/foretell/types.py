@@ -264,6 +264,8 @@ class DraftTree:
         origin: which of several drafters it comes from; what they are worth is counted apart.
         whole: the drafter needs the target's answer at every node, so none may be left out.
         levels: how many levels of drafting it went through; a drafter of several may leave some out.
+        passes: of a drafter that goes token by token and has stopped where a further pass would not pay
+            (`StepPlan.pass_worth`); 0 = of another one.
     """
 
     tokens: tuple[int, ...] = ()
@@ -273,6 +275,7 @@ class DraftTree:
     origin: int = 0
     whole: bool = False
     levels: int = 1
+    passes: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents), "one parent per token"

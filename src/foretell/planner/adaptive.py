@@ -15,6 +15,7 @@ from foretell.planner.acceptance import Acceptance
 from foretell.planner.base import PlannedRequest, StepReport
 from foretell.planner.cost import CostTable
 from foretell.planner.levels import LevelChoice, Rest
+from foretell.planner.paced import Paced
 from foretell.types import EMPTY_TREE, DraftTree, StepPlan
 
 _FREE = 0.02  # drafting that costs less than this share of a step is done without asking
@@ -28,30 +29,23 @@ _MISJUDGED = 0.5  # a node may be worth so much more than its drafter believes
 
 @dataclass(slots=True)
 class _DraftCost:
-    """Seconds of drafting, as measured: per step, per proposed token, and per pass where a drafter goes token
-    by token. `memory`: weight of the past."""
+    """Seconds of drafting, as measured: per step, and per proposed token. `memory`: weight of the past."""
 
     memory: float = _MEMORY
     per_step: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
-    passes: float = 0.0
-
-    @property
-    def per_pass(self) -> float:
-        return self.seconds / self.passes if self.passes else 0.0
 
     @property
     def per_token(self) -> float:
         return self.seconds / self.tokens if self.tokens else 0.0
 
-    def observe(self, seconds: float, tokens: int, passes: int) -> None:
+    def observe(self, seconds: float, tokens: int) -> None:
         """One step's drafting."""
         keep = self.memory
         self.per_step = keep * self.per_step + (1 - keep) * seconds if self.tokens else seconds
         self.seconds = keep * self.seconds + seconds
         self.tokens = keep * self.tokens + tokens
-        self.passes = keep * self.passes + passes
 
 
 @dataclass(slots=True)
@@ -90,7 +84,8 @@ class AdaptivePlanner:
         self._rest = Rest()
         self._looking = False  # whether this step's drafts are made only to see whether they pay
         self._paid = False  # whether drafts that cost something were allowed in this step
-        self._passes = 0  # depth of the deepest draft of this step
+        self.paced = Paced()
+        self._passes: dict[int, int] = {}  # of this step's drafts, by request
         self._waiting = True  # whether some request would not have drafted
         self._prices: list[tuple[float, float]] | None = None
 
@@ -123,7 +118,7 @@ class AdaptivePlanner:
         chances = [
             self.acceptance.chances(request.id, tree) for request, tree in zip(requests, trees, strict=True)
         ]
-        self._passes = max((tree.depth(n) for tree in trees for n in range(len(tree))), default=0)
+        self._passes = {r.id: tree.passes for r, tree in zip(requests, trees, strict=True) if tree.passes}
         untouched = [tree.whole or tree.log_q is not None for tree in trees]
         fixed = sum(len(tree) for tree, own in zip(trees, untouched, strict=True) if own)
         order = sorted(
@@ -152,8 +147,10 @@ class AdaptivePlanner:
         if report.prompt_rows == 0:
             self.cost.observe(report.rows, report.target_s + report.verify_s + report.rest_s)
         made = max((tree.levels for _, tree, _ in report.judged if len(tree)), default=self._levels_used)
+        if self._passes:
+            self.paced.drafted(max(self._passes.values()), report.draft_s)
         if report.proposed and self._paid:
-            self._costs[made].observe(report.draft_s, report.proposed, self._passes)
+            self._costs[made].observe(report.draft_s, report.proposed)
         if self._most_direct and report.judged and not report.prompt_rows:
             seconds = report.draft_s + report.target_s + report.verify_s + report.rest_s
             self.levels.observe(
@@ -167,6 +164,9 @@ class AdaptivePlanner:
             self.acceptance.observe(request_id, tree, path)
             if tree.whole and len(tree):
                 self.whole.observe(len(tree), len(path))
+            if request_id in self._passes:
+                self.paced.judged(len(tree), len(path))
+        self._passes = {}
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""
@@ -182,7 +182,7 @@ class AdaptivePlanner:
         in every draft, so its price in plain steps is what it has to gain in each."""
         factor = self.acceptance.factor(request_id)
         kept = max(self.acceptance.by_depth(1, self._levels_used)[0], least)
-        price = self._costs[self._levels_used].per_pass / self.cost(batch)
+        price = self.paced.per_pass / self.cost(batch)
         return replace(plan, worth=least / factor, pass_worth=price / (kept * factor), direct=self._direct)
 
     def _least_chance(self, batch: int) -> float:
@@ -199,6 +199,8 @@ class AdaptivePlanner:
             return StepPlan(0, "nothing is left to draft" if self.max_draft else "speculation is off")
         if self.whole.nodes and self._levels_used == 1:
             return self._whole_or_none(room, batch)
+        if self.paced.seen and self._levels_used == 1:
+            return self._paced_or_none(request.id, room, batch)
         cost = self._costs[self._levels_used]
         if cost.per_step < _FREE * self.cost(batch):
             return StepPlan(room, "drafting is free")
@@ -211,6 +213,13 @@ class AdaptivePlanner:
         rows = batch + round(self.whole.nodes) * batch
         if (1 + self.whole.gain) / self.cost(rows) > _MARGIN / self.cost(batch):
             return StepPlan(room, "whole drafts pay")
+        return self._off(room, room)
+
+    def _paced_or_none(self, request_id: int, room: int, batch: int) -> StepPlan:
+        paced, factor = self.paced, self.acceptance.factor(request_id)
+        seconds = self.cost(batch + round(paced.nodes * batch)) + paced.seconds
+        if (1 + paced.gain * factor) / seconds > _MARGIN / self.cost(batch):
+            return StepPlan(room, "drafts that end themselves pay", free_tokens=room)
         return self._off(room, room)
 
     def _off(self, look: int, room: int) -> StepPlan:
@@ -257,4 +266,5 @@ def _part(tree: DraftTree, kept: set[int]) -> DraftTree:
         confidence=confidence,
         origin=tree.origin,
         levels=tree.levels,
+        passes=tree.passes,
     )
