@@ -150,7 +150,6 @@ class Growth:
     pass_worth: float = 0.0
     known: list[Candidate] = field(default_factory=list)
     placed: list[Candidate] = field(default_factory=list)
-    passes: int = 1
     _level: list[Candidate] = field(default_factory=list)
 
     def offer(self, above: Candidate | None, ranked: Sequence[tuple[int, float]]) -> None:
@@ -169,7 +168,6 @@ class Growth:
         pays = level and math.exp(max(c.score for c in level)) >= self.pass_worth
         chosen = self.shape.expand(level, self.known, self.budget) if pays else []
         self._level = []
-        self.passes += bool(chosen)
         for candidate in chosen:
             candidate.place = len(self.placed)
             self.placed.append(candidate)
@@ -199,5 +197,5 @@ class Growth:
             tuple(self.known[i].token for i in kept),
             tuple(new[self.known[i].above] for i in kept),
             confidence=tuple(math.exp(min(0.0, self.known[i].score)) for i in kept),
-            passes=self.passes,
+            passes=1 + (len(self.placed[-1].ranks) if self.placed else 0),
         )

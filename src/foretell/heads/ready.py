@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from foretell.errors import InputError
 from foretell.heads.layers import Attention, Block, GatedMlp, RmsNorm
 from foretell.kernels import HeadSpec, Kernels, NativeKernels, kernels_for
-from foretell.kernels.whole import LayerSpec, Matrix, WholePass
-from foretell.models.linear import WEIGHTS, PackedLinear, choose_kernel, pack
+from foretell.kernels.whole import LayerSpec, WholePass
+from foretell.models.linear import WEIGHTS, choose_kernel, matrices, pack
 
 FORMS = ("auto", *WEIGHTS)
 
@@ -82,24 +82,14 @@ def block_pass(block: Block, spec: HeadSpec, kernels: Kernels) -> WholePass | No
         return None
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMlp) or not attention.plain:
         return None
-    matrices = [_matrix(part) for part in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
-    norms = [_scale(norm) for norm in (block.post_norm, *attention.norms)]
-    entry_W = None if block.input_norm is None else _scale(block.input_norm)
-    if any(part is None for part in (*matrices, *norms)) or (
-        block.input_norm is not None and entry_W is None
-    ):
+    products = matrices((attention.qkv, attention.out, mlp.gate_up, mlp.down))
+    entry = [] if block.input_norm is None else [block.input_norm]
+    norms = [*entry, block.post_norm, *attention.norms]
+    scales = [norm.scale_W for norm in norms if isinstance(norm, ReadyNorm)]
+    if products is None or len(scales) < len(norms):
         return None
-    qkv, out, gate_up, down = (matrix for matrix in matrices if matrix is not None)
-    post_W, *qk = (norm for norm in norms if norm is not None)
+    entry_W = scales.pop(0) if entry else None
+    post_W, *qk = scales
+    qkv, out, gate_up, down = products
     layer = LayerSpec(entry_W, post_W, (qk[0], qk[1]) if qk else None, qkv, out, gate_up, down, spec)
-    if not WholePass.fits([layer]):
-        return None
-    return WholePass(kernels, [layer], None, block.post_norm.eps)
-
-
-def _matrix(part: nn.Module) -> Matrix | None:
-    return part.matrix() if isinstance(part, PackedLinear) else None
-
-
-def _scale(norm: nn.Module) -> Tensor | None:
-    return norm.scale_W if isinstance(norm, ReadyNorm) else None
+    return WholePass(kernels, [layer], None, block.post_norm.eps) if WholePass.fits([layer]) else None

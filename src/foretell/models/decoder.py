@@ -25,7 +25,7 @@ from foretell.kernels import HeadSpec, Kernels, NativeKernels, kernels_for
 from foretell.kernels.whole import LayerSpec, WholePass
 from foretell.models.base import ForwardOutput
 from foretell.models.config import DecoderConfig, decoder_config, read_config
-from foretell.models.linear import PackedLinear, check_weights, pack
+from foretell.models.linear import PackedLinear, check_weights, matrices, pack
 from foretell.models.rope import RopeTable
 from foretell.models.weights import Checkpoint, join
 from foretell.types import NO_NEEDS, Needs
@@ -155,11 +155,11 @@ def _whole_pass(kernels: Kernels, layers: list[_Layer], norm_W: Tensor, eps: flo
         return None
     specs = []
     for layer in layers:
-        matrices = [part.matrix() for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        if any(matrix is None for matrix in matrices):
+        products = matrices((layer.qkv, layer.out, layer.gate_up, layer.down))
+        if products is None:
             return None
-        qkv, out, gate_up, down = (matrix for matrix in matrices if matrix is not None)
         norms = layer.attn_norm_W, layer.mlp_norm_W, layer.qk_norms
+        qkv, out, gate_up, down = products
         specs.append(LayerSpec(*norms, qkv, out, gate_up, down, layer.spec))
     return WholePass(kernels, specs, norm_W, eps) if WholePass.fits(specs) else None
 

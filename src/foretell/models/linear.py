@@ -11,7 +11,7 @@ Shape suffixes: T rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -130,6 +130,13 @@ class PackedLinear(nn.Module):
         """[..., I] to [..., O]."""
         rows_TI = x_TI.reshape(-1, self.in_features)
         return self._product(rows_TI).view(*x_TI.shape[:-1], self.out_features)
+
+
+def matrices(parts: Sequence[nn.Module]) -> list[Matrix] | None:
+    """The packed weights of layers for a pass of compiled code; None where one of them has none."""
+    found = [part.matrix() if isinstance(part, PackedLinear) else None for part in parts]
+    whole = [matrix for matrix in found if matrix is not None]
+    return whole if len(whole) == len(found) else None
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype) -> str:

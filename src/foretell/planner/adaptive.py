@@ -96,14 +96,9 @@ class AdaptivePlanner:
         if requests and self._most_direct:
             self._direct = self.levels.lowest()
             self._looking = self._looking or self.levels.looking
-        least = _MISJUDGED * self._least_chance(len(requests))
         plans = [self._length(request, len(requests)) for request in requests]
-        plans = [
-            self._worth(request.id, plan, least, len(requests))
-            if plan.draft_tokens or plan.free_tokens
-            else plan
-            for request, plan in zip(requests, plans, strict=True)
-        ]
+        if any(plan.draft_tokens or plan.free_tokens for plan in plans):
+            plans = self._worth(requests, plans)
         self._paid = any(plan.draft_tokens for plan in plans)
         return plans
 
@@ -177,13 +172,19 @@ class AdaptivePlanner:
         """Levels that this step's plans ask for."""
         return 2 if self._most_direct and not self._direct else 1
 
-    def _worth(self, request_id: int, plan: StepPlan, least: float, batch: int) -> StepPlan:
-        """The plan, with what nodes must promise. A pass costs the batch its seconds and finds followers
-        in every draft, so its price in plain steps is what it has to gain in each."""
-        factor = self.acceptance.factor(request_id)
+    def _worth(self, requests: Sequence[PlannedRequest], plans: Sequence[StepPlan]) -> list[StepPlan]:
+        """The plans, with what nodes must promise. A pass costs the batch its seconds and finds followers in
+        every draft, so its price in plain steps is what it has to gain in each."""
+        least = _MISJUDGED * self._least_chance(len(requests))
         kept = max(self.acceptance.by_depth(1, self._levels_used)[0], least)
-        price = self.paced.per_pass / self.cost(batch)
-        return replace(plan, worth=least / factor, pass_worth=price / (kept * factor), direct=self._direct)
+        price = self.paced.per_pass / self.cost(len(requests)) / kept
+        factors = [self.acceptance.factor(request.id) for request in requests]
+        return [
+            replace(plan, worth=least / factor, pass_worth=price / factor, direct=self._direct)
+            if plan.draft_tokens or plan.free_tokens
+            else plan
+            for plan, factor in zip(plans, factors, strict=True)
+        ]
 
     def _least_chance(self, batch: int) -> float:
         """What a node's chance must be, if any is to raise the tokens per second: the cheapest further row's
@@ -210,17 +211,19 @@ class AdaptivePlanner:
         return self._off(min(self._levels_used * _PROBE, room), room)
 
     def _whole_or_none(self, room: int, batch: int) -> StepPlan:
-        rows = batch + round(self.whole.nodes) * batch
-        if (1 + self.whole.gain) / self.cost(rows) > _MARGIN / self.cost(batch):
-            return StepPlan(room, "whole drafts pay")
-        return self._off(room, room)
+        plan, nodes = StepPlan(room, "whole drafts pay"), round(self.whole.nodes) * batch
+        return self._all_or_none(plan, self.whole.gain, nodes, 0.0, batch)
 
     def _paced_or_none(self, request_id: int, room: int, batch: int) -> StepPlan:
-        paced, factor = self.paced, self.acceptance.factor(request_id)
-        seconds = self.cost(batch + round(paced.nodes * batch)) + paced.seconds
-        if (1 + paced.gain * factor) / seconds > _MARGIN / self.cost(batch):
-            return StepPlan(room, "drafts that end themselves pay", free_tokens=room)
-        return self._off(room, room)
+        paced, gain = self.paced, self.paced.gain * self.acceptance.factor(request_id)
+        plan = StepPlan(room, "drafts that end themselves pay", free_tokens=room)
+        return self._all_or_none(plan, gain, round(paced.nodes * batch), paced.seconds, batch)
+
+    def _all_or_none(self, plan: StepPlan, gain: float, nodes: int, seconds: float, batch: int) -> StepPlan:
+        """The plan, if drafts that gain so many tokens with so many nodes and seconds of drafting pay."""
+        if (1 + gain) / (self.cost(batch + nodes) + seconds) > _MARGIN / self.cost(batch):
+            return plan
+        return self._off(plan.draft_tokens, plan.draft_tokens)
 
     def _off(self, look: int, room: int) -> StepPlan:
         """No draft, but for a look now and then; what is free goes on."""
