@@ -324,6 +324,28 @@ def test_a_costly_drafter_rests_and_is_looked_at_more_and_more_rarely():
     assert pauses == sorted(pauses)
 
 
+def test_a_new_request_is_looked_at_whatever_the_others_were_like():
+    """A head that was no use for a summary may be some for a sum; but short requests in a row do not make
+    every step a look."""
+    plan = planner(0.2)
+
+    def tried(request, steps):
+        looks = []
+        for step in range(steps):
+            (decision,) = plan.plan([request])
+            if decision.draft_tokens:
+                looks.append(step)
+            judged(plan, tree([0.5] * decision.draft_tokens), 0, draft_s=0.3 * decision.draft_tokens)
+        plan.forget(request.id)
+        return looks
+
+    assert len(tried(Request(id=1), 400)) < 25
+    assert tried(Request(id=2), 20) == [1, 2, 3]
+    assert tried(Request(id=3), 10) == [], "the last looks are just over"
+    short = [len(tried(Request(id=10 + number), 8)) for number in range(40)]
+    assert 0 < sum(short) <= 30, "of 320 steps"
+
+
 def test_a_costly_drafter_that_pays_is_used_as_long_as_it_pays():
     plan = planner(0.05)
     for _ in range(80):

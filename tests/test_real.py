@@ -85,7 +85,7 @@ def test_twenty_prompts_are_token_identical(plain, random_draft):
     """Two per task and turn type, of long ones the end; greedy and temperature 0.8; ngram and a draft model;
     batch 1 and 4 with prefix hits. `foretell bench identity` runs the same check for whole prompts, longer
     answers and real drafts."""
-    items = [replace(i, ids=i.ids[-160:]) for i in conversations("identity", plain, max_tokens=16)]
+    items = [replace(i, ids=i.ids[-96:]) for i in conversations("identity", plain, max_tokens=12)]
     assert len(items) == 20
     same = SameVocabulary(49152, 49152, 49152)
     drafter = DraftModelDrafter(random_draft, same, 16384, DraftModelOptions(width=2))
@@ -101,7 +101,7 @@ def test_twenty_prompts_are_token_identical(plain, random_draft):
 
 def test_other_drafters_and_weights_are_token_identical(plain):
     """Lookahead's wide trees, the planner's cuts, and 8-bit weights against their own plain decoding."""
-    items = conversations("identity", plain, max_tokens=16)[::5]
+    items = conversations("identity", plain, max_tokens=16)[::7]
     methods = {
         "auto": LLM(plain.loaded),
         "lookahead": LLM(plain.loaded, drafter="lookahead", draft_tokens=20),

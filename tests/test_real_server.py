@@ -32,7 +32,7 @@ def test_sixteen_conversations_at_once(plain):
     for number in range(16):
         turns = [{"role": "user", "content": f"{QUESTIONS[number % 4]} ({number // 4})"}]
         sampled = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0.0}
-        asked.append((turns, {"max_tokens": (8, 40, 16, 64)[number // 4], **sampled}))
+        asked.append((turns, {"max_tokens": (8, 24, 16, 40)[number // 4], **sampled}))
     wanted = [plain.generate(turns, SamplingParams(**params))[0] for turns, params in asked]
 
     async def one(client, turns, params):
@@ -53,7 +53,8 @@ def test_sixteen_conversations_at_once(plain):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", timeout=300) as client:
             return await asyncio.gather(*(one(client, *each) for each in asked))
 
-    with serving(lambda: LLM(plain.loaded, kv_tokens=900)) as server:
+    # a fixed number: whether the planner finds drafts worth it depends on the machine
+    with serving(lambda: LLM(plain.loaded, kv_tokens=900, draft_tokens=4)) as server:
         found = asyncio.run(all_at_once(server.url))
         server.wait_until_idle()
         engine = server.service.worker.llm.engine

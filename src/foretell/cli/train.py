@@ -105,6 +105,14 @@ PatienceOpt = Annotated[
 SaveOpt = Annotated[int, typer.Option("--save", help="Steps between checkpoints.", show_default=True)]
 InitOpt = Annotated[Path | None, typer.Option("--init", help="Go on from this head.  [default: a new one]")]
 BatchOpt = Annotated[int, typer.Option("--batch", help="Answers made at once.", show_default=True, min=1)]
+PrecisionOpt = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="In which the target reads the answers: fp32, bf16, auto (bf16 where the machine has it).",
+        show_default=True,
+    ),
+]
 OutOpt = Annotated[
     Path | None, typer.Option("--out", help="Folder of the head.  [default: results/train/KIND]")
 ]
@@ -144,6 +152,7 @@ def _verb(kind: str) -> Callable[..., None]:
         save: SaveOpt = 50,
         init: InitOpt = None,
         batch: BatchOpt = 16,
+        precision: PrecisionOpt = "auto",
         weights: opt.WeightsOpt = "stored",
         device: opt.DeviceOpt = "auto",
         as_json: opt.JsonOpt = False,
@@ -212,6 +221,7 @@ def _job(kind: str, given: dict[str, Any]) -> Job:
         small=_small(given),
         held=given["held"],
         init=given["init"],
+        precision=given["precision"],
     )
 
 

@@ -72,16 +72,18 @@ def load_model(
     impl: str = "auto",
     weights: str = "stored",
     allow_untested: bool = False,
+    dtype: torch.dtype | None = None,
     report: Report | None = None,
 ) -> LoadedModel:
     """Finds, fetches and loads a model.
 
     Args:
         name: see `locate`.
-        device: "auto", "cpu" or "cuda[:N]". fp32 arithmetic on the CPU, bf16 on CUDA.
+        device: "auto", "cpu" or "cuda[:N]".
         impl: "decoder" (own), "hf" (transformers' graph), "auto" (own where it can).
         weights: how matrices are kept: "stored" (as in the checkpoint), "fp32", "fp16", "int8" (CPU only).
         allow_untested: run architectures that have no parity test through transformers.
+        dtype: of the arithmetic; None = `compute_dtype` of the device, what the engine is exact in.
         report: see `locate`.
 
     Raises:
@@ -90,11 +92,12 @@ def load_model(
     if impl not in IMPLS:
         raise InputError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
     where = pick_device(device)
-    check_weights(weights, where, compute_dtype(where))
+    dtype = compute_dtype(where) if dtype is None else dtype
+    check_weights(weights, where, dtype)
     folder = locate(name) if report is None else locate(name, report)
     config = read_config(folder)
     tokenizer = Tokenizer(folder)
-    model = _load(folder, impl, where, weights, allow_untested)
+    model = _load(folder, impl, where, dtype, weights, allow_untested)
     if allow_untested and (model.impl == "decoder" or architecture_of(config) in TESTED):
         _log.warning("allow_untested has no effect: %s is tested", architecture_of(config))
     return LoadedModel(name, folder, model, tokenizer, end_token_ids(folder, config, tokenizer))
@@ -105,8 +108,9 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _load(folder: Path, impl: str, device: torch.device, weights: str, allow_untested: bool) -> TargetModel:
-    dtype = compute_dtype(device)
+def _load(
+    folder: Path, impl: str, device: torch.device, dtype: torch.dtype, weights: str, allow_untested: bool
+) -> TargetModel:
     if impl != "hf":
         from foretell.models.decoder import load_decoder
 

@@ -87,10 +87,15 @@ class AdaptivePlanner:
         self.paced = Paced()
         self._passes: dict[int, int] = {}  # of this step's drafts, by request
         self._waiting = True  # whether some request would not have drafted
+        self._known: set[int] = set()  # requests that were planned for
         self._prices: list[tuple[float, float]] | None = None
 
     def plan(self, requests: Sequence[PlannedRequest]) -> list[StepPlan]:
         """How long each draft may be."""
+        ids = {request.id for request in requests}
+        if not ids <= self._known:
+            self._rest.anew()
+            self._known |= ids
         self._looking = self._waiting and self._rest.tick()
         self._waiting, self._prices = False, None
         if requests and self._most_direct:
@@ -166,6 +171,7 @@ class AdaptivePlanner:
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self.acceptance.forget(request_id)
+        self._known.discard(request_id)
 
     @property
     def _levels_used(self) -> int:

@@ -24,15 +24,21 @@ class Rest:
     looks: int = LOOKS
     left: int = 0
     pause: int = _FIRST_PAUSE
+    rested: int = 0  # steps since the last look
+
+    def anew(self) -> None:
+        """Other text has come, of which nothing is known: looks now, unless the last ones are just over."""
+        if self.looks == 0:
+            self.left, self.pause = min(self.left, _FIRST_PAUSE - self.rested), _FIRST_PAUSE
 
     def tick(self) -> bool:
         """Whether this step is a look."""
         if self.looks > 0:
-            self.looks -= 1
+            self.looks, self.rested = self.looks - 1, 0
             if self.looks == 0:
                 self.left, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
             return True
-        self.left -= 1
+        self.left, self.rested = self.left - 1, self.rested + 1
         if self.left <= 0:
             self.looks = LOOKS
         return False

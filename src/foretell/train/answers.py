@@ -18,7 +18,7 @@ from foretell.train.data import Prompts
 from foretell.train.files import disk_error
 from foretell.types import SamplingParams
 
-_GROUP = 128  # answers between two writes
+_GROUP = 512  # answers between two writes
 
 Advance = Callable[[str, int, int], None]  # (what, done, total)
 

@@ -25,10 +25,12 @@ from foretell.train.heads import RECIPES, Recipe, Shape
 from foretell.train.losses import LOSSES
 from foretell.train.measure import Validation
 from foretell.train.objective import Objective, Teacher, Weights
+from foretell.train.precision import pick_precision, reader
 from foretell.train.resume import load_head
 from foretell.train.states import StateStore
 from foretell.train.trainer import Trainer, TrainSettings
 from foretell.train.vocabulary import DraftVocabulary, choose_vocabulary, known_vocabulary
+from foretell.types import Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Job:
         held: samples that judge instead of being learned from.
         judged_tokens: of a judged answer.
         init: a head to go on from; None = a new one.
+        precision: in which the target reads the answers; one of `PRECISIONS`.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class Job:
     held: int = 16
     judged_tokens: int = 64
     init: Path | None = None
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("heads", "depth", "held", "judged_tokens"):
@@ -99,7 +103,7 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
         TrainingStopped: the loss became no number.
     """
     recipe, target, loss = RECIPES[job.kind], llm.loaded.model, LOSSES[job.loss]
-    given = _check(llm, job)
+    given, dtype = _check(llm, job), pick_precision(job.precision, target.device)
     answers = _answers_path(llm, prompts, job)
     _make_folders(job)
     samples = write_answers(llm, prompts, job.answers, answers, advance)
@@ -114,9 +118,7 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
         vocabulary = known_vocabulary(torch.arange(target.vocab_size) if ids_V is None else ids_V, taught)
         teacher = Teacher(target, vocabulary.ids_V)
     objective: Objective = recipe.objective(head, teacher, job.weights, loss)
-    folder = job.cache / f"states-{answers.stem.removeprefix('answers-')}"
-    store = StateStore(target, head.needs, samples, folder if job.cache_bytes else None, job.cache_bytes)  # type: ignore[arg-type]
-    _fill(store, folder, job, advance)
+    store = _store(llm, head.needs, samples, job, dtype, answers, advance)  # type: ignore[arg-type]
     judge, latest = Validation(llm.loaded, held, job.judged_tokens, job.kind), job.out / "run" / "latest"
 
     def write(folder: Path) -> None:
@@ -128,7 +130,7 @@ def train_head(llm: LLM, prompts: Prompts, job: Job, advance: Advance) -> Outcom
         write(latest)
         return judge(latest)
 
-    facts = _facts(llm, prompts, job, len(taught), answers.stem)
+    facts = _facts(llm, prompts, job, dtype, len(taught), answers.stem)
     trainer = Trainer(
         head,
         objective,
@@ -171,10 +173,24 @@ def _make_folders(job: Job) -> None:
             raise InputError(f"{folder} cannot be made: {error.strerror}") from error
 
 
-def _fill(store: StateStore, folder: Path, job: Job, advance: Advance) -> None:
+def _store(
+    llm: LLM,
+    needs: Needs,
+    samples: list[Sample],
+    job: Job,
+    dtype: torch.dtype,
+    answers: Path,
+    advance: Advance,
+) -> StateStore:
+    """The states, filled as far as they are kept."""
+    model = reader(llm.loaded, dtype)
+    arithmetic = "" if model is llm.loaded.model else "-bf16"
+    folder = job.cache / f"states-{answers.stem.removeprefix('answers-')}{arithmetic}"
+    store = StateStore(model, needs, samples, folder if job.cache_bytes else None, job.cache_bytes)
     if job.cache_bytes:
         folder.mkdir(parents=True, exist_ok=True)
         store.fill(advance)
+    return store
 
 
 def _split(samples: list[Sample], job: Job) -> tuple[list[Sample], list[Sample]]:
@@ -205,12 +221,15 @@ def _new_head(llm: LLM, job: Job, recipe: Recipe, teacher: Teacher) -> tuple[nn.
     return head.to(target.device), recipe.config(shape)
 
 
-def _facts(llm: LLM, prompts: Prompts, job: Job, samples: int, answers: str) -> dict[str, Any]:
+def _facts(
+    llm: LLM, prompts: Prompts, job: Job, dtype: torch.dtype, samples: int, answers: str
+) -> dict[str, Any]:
     """What a run is known by; another is not gone on with."""
     return {
         "kind": job.kind,
         "target": llm.loaded.name,
         "weights": llm.loaded.model.weights,
+        "precision": "fp32" if dtype == torch.float32 else "bf16",
         "data": prompts.digest,
         "answers": answers,
         "samples": samples,
