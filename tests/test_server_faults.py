@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from foretell.api import LLM
 from foretell.errors import InputError
 from foretell.server import Settings
 from foretell.types import EMPTY_TREE, NO_NEEDS, SamplingParams
+from tests.server_process import start, url_of
 from tests.serving import serving
 
 MARK = 77  # a token that no other prompt here has
@@ -268,9 +268,9 @@ def test_random_requests_find_no_server_error(server):
 def test_told_to_stop_under_load(grace, tiny_gguf, loaded, tmp_path):
     """With time, running streams end as they would have; without, each gets an error. Exit code 0."""
     log = (tmp_path / "log").open("w+")
-    process = _start(tiny_gguf, log, "--grace", grace, "--drafter", "none", "--log-json")
+    process = start(tiny_gguf, log, "--grace", grace, "--drafter", "none", "--log-json")
     try:
-        url = _url(tmp_path / "log", process)
+        url = url_of(tmp_path / "log", process)
         given = {"model": "tiny.gguf", "prompt": "the", "max_tokens": 240, "ignore_eos": True, "stream": True}
 
         async def one(client, number):
@@ -313,9 +313,9 @@ def test_told_to_stop_under_load(grace, tiny_gguf, loaded, tmp_path):
 
 def test_a_server_that_stops_takes_nothing_new(tiny_gguf, tmp_path):
     log = (tmp_path / "log").open("w+")
-    process = _start(tiny_gguf, log, "--grace", "20", "--drafter", "none")
+    process = start(tiny_gguf, log, "--grace", "20", "--drafter", "none")
     try:
-        url = _url(tmp_path / "log", process)
+        url = url_of(tmp_path / "log", process)
         given = {"model": "tiny.gguf", "prompt": "the", "max_tokens": 240, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json={**given, "n": 16, "temperature": 1}) as s:
             lines = s.iter_lines()
@@ -328,20 +328,6 @@ def test_a_server_that_stops_takes_nothing_new(tiny_gguf, tmp_path):
     finally:
         process.kill()
     assert refused.status_code == 503
-
-
-def _start(tiny_gguf, log, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "foretell", "serve", "-m", str(tiny_gguf), "--port", "0", *options]
-    return subprocess.Popen(command, stderr=log, stdout=log)
-
-
-def _url(log: Path, process) -> str:
-    for _ in range(2400):
-        if found := re.search(r"(http://\S+)/v1 is ready", log.read_text()):
-            return found[1]
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.05)
-    raise AssertionError("the server did not become ready")
 
 
 @pytest.mark.parametrize(
