@@ -29,7 +29,7 @@ class Fixed:
         self.name, self.exact, self._groups = name, exact, list(groups)
 
     def answer(self, items):
-        return [Served("", 1, 0, 1)] if items[0].id == "warm" else self._groups.pop(0)
+        return [Served("", 1, False, 0, 1)] if items[0].id == "warm" else self._groups.pop(0)
 
 
 def items(count: int, longest: int = 8) -> list[Item]:
@@ -38,10 +38,18 @@ def items(count: int, longest: int = 8) -> list[Item]:
 
 def test_rows():
     plain = Fixed(
-        PLAIN, True, [Served("a", 4, 1.0, 2.0), Served("b", 4, 3.0, 4.0)], [Served("c", 2, 1.0, 1.0)]
+        PLAIN,
+        True,
+        [Served("a", 4, False, 1.0, 2.0), Served("b", 4, True, 3.0, 4.0)],
+        [Served("c", 2, False, 1.0, 1.0)],
     )
-    other = Fixed("s", True, [Served("a", 4, 0.5, 1.0), Served("x", 4, 0.5, 1.5)], [Served("c", 2, 0.2, 1.0)])
-    foreign = Fixed("f", False, [Served("?", 4, 1.0, 5.0)] * 2, [Served("?", 2, 1.0, 5.0)])
+    other = Fixed(
+        "s",
+        True,
+        [Served("a", 4, False, 0.5, 1.0), Served("x", 4, False, 0.5, 1.5)],
+        [Served("c", 2, False, 0.2, 1.0)],
+    )
+    foreign = Fixed("f", False, [Served("?", 4, False, 1.0, 5.0)] * 2, [Served("?", 2, False, 1.0, 5.0)])
     cells = []
     found = measure([plain, other, foreign], items(3), 2, lambda: cells.append(1))
     first, second, third = summarise([plain, other, foreign], found)
@@ -51,7 +59,8 @@ def test_rows():
     assert (second["lossless"], second["identical"]) == (False, [2, 3])
     assert (second["ttft_p50_s"], second["ttft_p95_s"]) == (0.5, 0.5)
     assert (third["tokens_per_s"], third["lossless"]) == (1.0, None)
-    assert "| s | 10 | 4 | 2 | 0.5 | 0.5 | NO |" in markdown([second], {"model": "m"})
+    assert (first["ended"], second["ended"]) == (1, 0)
+    assert "| s | 10 | 0 | 4 | 2 | 0.5 | 0.5 | NO |" in markdown([second], {"model": "m"})
 
 
 def test_answers_get_mixed_lengths():
@@ -72,6 +81,7 @@ def test_a_server_against_one_by_one(tmp_path_factory, monkeypatch):
         plain, served = summarise(contenders, found)
         with pytest.raises(RuntimeError, match="status 404"):
             Streams("x", (host, int(port)), "other", {}).answer(asked[:1])
+    assert plain["ended"] == served["ended"]
     assert 0 < plain["tokens"] == served["tokens"] <= sum(item.max_tokens for item in asked)
     assert served["identical"] == [6, 6]
     assert 0 < served["ttft_p50_s"] <= served["ttft_p95_s"]

@@ -29,10 +29,12 @@ _SHARES = (0.25, 1.0, 0.5, 0.75)  # of the longest answer, in turn: streams of m
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An answer: seconds until its first token and its last one, from when the whole group was asked."""
+    """An answer: whether it ended before its limit; seconds until its first token and its last one, from when
+    the whole group was asked."""
 
     text: str
     tokens: int
+    ended: bool
     first_s: float
     last_s: float
 
@@ -73,7 +75,8 @@ class Sequential:
                 pass
             answer = stream.completion
             last = time.perf_counter() - start
-            found.append(Served(answer.text, len(answer.token_ids), first, last))
+            ended = answer.finish_reason == "stop"
+            found.append(Served(answer.text, len(answer.token_ids), ended, first, last))
         return found
 
 
@@ -103,7 +106,7 @@ class Streams:
         }
         parts: list[str] = []
         first = last = 0.0
-        tokens = 0
+        tokens, ended = 0, False
         for event in _events(self._address, body):
             if "error" in event:
                 raise RuntimeError(f"{self.name}: {event['error']}")
@@ -112,8 +115,9 @@ class Streams:
                 last = time.perf_counter() - start
                 first = first or last
                 parts.append(text)
+            ended |= any(choice.get("finish_reason") == "stop" for choice in event["choices"])
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        return Served("".join(parts), tokens, first, last)
+        return Served("".join(parts), tokens, ended, first, last)
 
 
 def _events(address: tuple[str, int], body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -208,6 +212,7 @@ def summarise(contenders: Sequence[Contender], found: dict[str, list[list[Served
             {
                 "method": contender.name,
                 "tokens": sum(each.tokens for each in answers),
+                "ended": sum(each.ended for each in answers),
                 "tokens_per_s": round(_speed(groups), 3),
                 "ratio_to_plain": round(_speed(groups) / base, 4),
                 "ttft_p50_s": round(first[len(first) // 2], 4),
@@ -228,6 +233,7 @@ def _speed(groups: Sequence[Sequence[Served]]) -> float:
 COLUMNS = (
     ("method", "method"),
     ("tokens", "tokens"),
+    ("ended", "ended by themselves"),
     ("tokens_per_s", "tokens/s"),
     ("ratio_to_plain", "to plain"),
     ("ttft_p50_s", "TTFT median s"),
