@@ -6,6 +6,7 @@ MORE: by `prompts.sh`, 2,400 per task. What is new there is taken up to the leng
 """
 
 import json
+import random
 import sys
 
 # task -> characters of a line at most, prompts at most
@@ -33,7 +34,9 @@ def main(first: str, more: str) -> None:
             if line not in known and len(line) <= longest and taken[task] < most:
                 taken[task] += 1
                 chosen.append(line)
-    sys.stdout.writelines(chosen)
+    rest = chosen[1664:]  # of one task after the other: mixed, so that `--limit` leaves out some of each
+    random.Random(0).shuffle(rest)
+    sys.stdout.writelines(chosen[:768] + rest + chosen[768:1664])
 
 
 main(*sys.argv[1:])
