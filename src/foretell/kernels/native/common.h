@@ -156,18 +156,6 @@ INLINE f8 fma8(f8 a, f8 b, f8 c) {
 
 #define PANEL 16 /* outputs side by side in a packed weight */
 
-/* out[rows, stride] at one panel = sums[rows, PANEL] + bias (if any). */
-INLINE void store_panel(float *out, int64_t stride, int64_t panel, const float *sums, const float *bias,
-                        int64_t rows) {
-  f8 bias0 = splat(0), bias1 = splat(0);
-  if (bias) { bias0 = LOAD(bias + panel * PANEL); bias1 = LOAD(bias + panel * PANEL + 8); }
-  for (int64_t r = 0; r < rows; r++) {
-    float *to = out + r * stride + panel * PANEL;
-    STORE(to, LOAD(sums + r * PANEL) + bias0);
-    STORE(to + 8, LOAD(sums + r * PANEL + 8) + bias1);
-  }
-}
-
 INLINE float hsum(f8 v) {
   f4 lo, hi;
   memcpy(&lo, &v, 16);

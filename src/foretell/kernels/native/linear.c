@@ -1,22 +1,17 @@
 /* y = x W^T + b for few rows: the verification pass. See common.h for the rule that it keeps.
  *
  * Weights lie in panels of 16 outputs, [panel][input][16], so a step reads them as one stream at
- * the speed of memory. Up to six rows share each weight while it is in a register; with more rows
- * the block of a panel passes through the first-level cache once per six, and every pass fetches
+ * the speed of memory. Up to ROWS rows share each weight while it is in a register; with more rows
+ * the block of a panel passes through the first-level cache once per so many, and every pass fetches
  * its share of the next block, so that arithmetic and memory overlap. Each output is a sum of blocks,
  * each block one chain of fused multiply-adds over its inputs in order, whatever the number of rows.
  *
  * fp16 and bf16 weights are widened in registers: the result has the same bits as with the same
  * weights in fp32, for half the bytes. */
-#include "common.h"
+#include "panel.h"
 
 #define BLOCK 128 /* inputs of a panel that one pass takes */
-#define ROWS 6    /* rows that share a weight in registers */
 #define WIDEN_ONCE 4 /* passes from which a widened copy of the block pays */
-
-typedef uint16_t h8 __attribute__((vector_size(16), aligned(2)));
-typedef uint32_t u8 __attribute__((vector_size(32), aligned(4)));
-enum { FP32 = 0, FP16 = 1, BF16 = 2 };
 
 /* Whether fp16 weights can be widened quickly. */
 int ft_has_fp16(void) {
@@ -24,21 +19,6 @@ int ft_has_fp16(void) {
   return 1;
 #else
   return 0;
-#endif
-}
-
-INLINE f8 widen(const void *w, int64_t at, const int kind) {
-  if (kind == FP32) return LOAD((const float *)w + at);
-  const uint16_t *p = (const uint16_t *)w + at;
-  if (kind == BF16) return (f8)(__builtin_convertvector(*(const h8 *)p, u8) << 16);
-#if defined(__F16C__)
-  return (f8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__aarch64__)
-  f8 out;
-  for (int i = 0; i < 8; i++) { _Float16 x; memcpy(&x, p + i, 2); out[i] = (float)x; }
-  return out;
-#else
-  return splat(0); /* never packed as fp16: ft_has_fp16 */
 #endif
 }
 
@@ -53,11 +33,8 @@ typedef struct {
 /* `n` inputs of one panel for R rows; prefetches one cache line at `next` every `every` inputs. */
 INLINE void linear_tile(const float *x, const void *w, float *sums, int64_t n, int64_t in,
                         int first, const char *next, int64_t every, const int kind, const int R) {
-  f8 a[ROWS], b[ROWS];
-  for (int r = 0; r < R; r++) {
-    a[r] = splat(0);
-    b[r] = splat(0);
-  }
+  p16 a[ROWS];
+  for (int r = 0; r < R; r++) a[r] = p_zero();
   int64_t since = 0;
   for (int64_t k = 0; k < n; k++) {
     if (++since == every) {
@@ -65,30 +42,18 @@ INLINE void linear_tile(const float *x, const void *w, float *sums, int64_t n, i
       __builtin_prefetch(next, 0, 3);
       next += 64;
     }
-    f8 w0 = widen(w, k * PANEL, kind), w1 = widen(w, k * PANEL + 8, kind);
-    for (int r = 0; r < R; r++) {
-      f8 v = splat(x[r * in + k]);
-      a[r] = fma8(v, w0, a[r]);
-      b[r] = fma8(v, w1, b[r]);
-    }
+    p16 v = p_widen(w, k * PANEL, kind);
+    for (int r = 0; r < R; r++) a[r] = p_axpy(x[r * in + k], v, a[r]);
   }
-  for (int r = 0; r < R; r++) {
-    STORE(sums + r * PANEL, first ? a[r] : LOAD(sums + r * PANEL) + a[r]);
-    STORE(sums + r * PANEL + 8, first ? b[r] : LOAD(sums + r * PANEL + 8) + b[r]);
-  }
+  for (int r = 0; r < R; r++) p_store(sums + r * PANEL, first ? a[r] : p_add(p_load(sums + r * PANEL), a[r]));
 }
 
-/* One pass over a block for rows r .. r + count. */
+/* One pass over a block for `count` rows. */
 INLINE void linear_pass(const float *x, const void *w, float *sums, int64_t n, int64_t in, int first,
                         const char *next, int64_t every, int count, const int kind) {
-  switch (count) {
-    case 1: linear_tile(x, w, sums, n, in, first, next, every, kind, 1); break;
-    case 2: linear_tile(x, w, sums, n, in, first, next, every, kind, 2); break;
-    case 3: linear_tile(x, w, sums, n, in, first, next, every, kind, 3); break;
-    case 4: linear_tile(x, w, sums, n, in, first, next, every, kind, 4); break;
-    case 5: linear_tile(x, w, sums, n, in, first, next, every, kind, 5); break;
-    default: linear_tile(x, w, sums, n, in, first, next, every, kind, 6);
-  }
+#define TILE(R) linear_tile(x, w, sums, n, in, first, next, every, kind, R)
+  FOR_ROWS(count, TILE)
+#undef TILE
 }
 
 /* One panel for all rows: sums[rows, 16] stays in the cache, out is written once at the end. Where a
@@ -101,7 +66,7 @@ INLINE void linear_panel(const linear_t *a, int64_t panel, float *sums, float *w
     int64_t n = a->in - k0 < BLOCK ? a->in - k0 : BLOCK, pass = 0;
     const char *w = a->w + (panel * a->in + k0) * PANEL * size;
     const int once = kind != FP32 && passes > WIDEN_ONCE;
-    if (once) for (int64_t i = 0; i < n * PANEL; i += 8) STORE(wide + i, widen(w, i, kind));
+    if (once) for (int64_t i = 0; i < n * PANEL; i += PANEL) p_store(wide + i, p_widen(w, i, kind));
     for (int64_t r = 0; r < a->rows; r += each, pass++) {
       const float *x = a->x + r * a->in + k0;
       const char *next = w + BLOCK * PANEL * size + pass * share;

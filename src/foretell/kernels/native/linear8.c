@@ -5,17 +5,13 @@
  * exact; block after block is added in fp32 in order, whatever the number of rows.
  *
  * Weights lie in panels of 16 outputs, per block 16 scales and then pairs of inputs side by side for
- * every output: one 16-byte load widens to eight outputs' pairs, which meet a pair of activations in one
- * multiply-add. Rows share weights in registers six at a time, as in linear.c. */
-#include "common.h"
+ * every output: widened to 16 bits, they meet a pair of activations in one multiply-add. Rows share weights
+ * in registers, ROWS at a time, as in linear.c. */
+#include "panel.h"
 
 #define BLOCK8 64
 #define GROUP 8 /* blocks that one pass over the rows takes */
-#define ROWS 6
 #define BLOCK_BYTES (PANEL * 4 + BLOCK8 * PANEL)
-
-typedef int8_t b16 __attribute__((vector_size(16), aligned(1)));
-typedef int16_t s16 __attribute__((vector_size(32), aligned(2)));
 
 /* ---- activations ---------------------------------------------------------------------------- */
 
@@ -81,54 +77,26 @@ typedef struct {
   int64_t rows, blocks, panels;
 } linear8_t;
 
-INLINE s16 widen8(const int8_t *w) {
-#if defined(__AVX2__)
-  return (s16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
-#else
-  return __builtin_convertvector(*(const b16 *)w, s16);
-#endif
-}
-
-/* sum += a[2i] * b[2i] + a[2i + 1] * b[2i + 1] */
-INLINE i8 pairs(s16 a, s16 b, i8 sum) {
-#if defined(__AVX2__)
-  return sum + (i8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
-  for (int i = 0; i < 8; i++) sum[i] += (int32_t)a[2 * i] * b[2 * i] + (int32_t)a[2 * i + 1] * b[2 * i + 1];
-  return sum;
-#endif
-}
-
-INLINE s16 pair_of(const int16_t *q) {
+INLINE int32_t pair_of(const int16_t *q) {
   int32_t both;
   memcpy(&both, q, 4);
-  i8 v = {both, both, both, both, both, both, both, both};
-  return (s16)v;
+  return both;
 }
 
 /* One block of a panel for R rows, added to sums[r][16]. */
 INLINE void block_tile(const int16_t *q, const float *scale, int64_t blocks, const char *w, float *sums,
                        const int R) {
   const int8_t *v = (const int8_t *)w + PANEL * 4;
-  i8 a[ROWS], b[ROWS];
-  for (int r = 0; r < R; r++) {
-    a[r] = (i8){0};
-    b[r] = (i8){0};
+  n16 a[ROWS];
+  for (int r = 0; r < R; r++) a[r] = n_zero();
+  for (int k = 0; k < BLOCK8; k += 2, v += 2 * PANEL) {
+    d16 both = d_widen(v);
+    for (int r = 0; r < R; r++) a[r] = d_pairs(both, pair_of(q + r * blocks * BLOCK8 + k), a[r]);
   }
-  for (int k = 0; k < BLOCK8; k += 2, v += 32) {
-    s16 low = widen8(v), high = widen8(v + 16);
-    for (int r = 0; r < R; r++) {
-      s16 x = pair_of(q + r * blocks * BLOCK8 + k);
-      a[r] = pairs(low, x, a[r]);
-      b[r] = pairs(high, x, b[r]);
-    }
-  }
-  f8 w0 = LOAD((const float *)w), w1 = LOAD((const float *)w + 8);
+  p16 scales = p_load((const float *)w);
   for (int r = 0; r < R; r++) {
-    f8 s = splat(scale[r * blocks]);
     float *sum = sums + r * PANEL;
-    STORE(sum, fma8(__builtin_convertvector(a[r], f8), w0 * s, LOAD(sum)));
-    STORE(sum + 8, fma8(__builtin_convertvector(b[r], f8), w1 * s, LOAD(sum + 8)));
+    p_store(sum, p_fma(n_floats(a[r]), p_times(scales, scale[r * blocks]), p_load(sum)));
   }
 }
 
@@ -152,14 +120,9 @@ static void linear8_panel(const linear8_t *a, int64_t panel, float *sums) {
       const float *scale = a->scale + r * a->blocks + b0;
       const char *next = w + GROUP * BLOCK_BYTES + pass * share;
       float *sum = sums + r * PANEL;
-      switch ((int)(a->rows - r < each ? a->rows - r : each)) {
-        case 1: group_tile(q, scale, a->blocks, w, sum, count, next, share, 1); break;
-        case 2: group_tile(q, scale, a->blocks, w, sum, count, next, share, 2); break;
-        case 3: group_tile(q, scale, a->blocks, w, sum, count, next, share, 3); break;
-        case 4: group_tile(q, scale, a->blocks, w, sum, count, next, share, 4); break;
-        case 5: group_tile(q, scale, a->blocks, w, sum, count, next, share, 5); break;
-        default: group_tile(q, scale, a->blocks, w, sum, count, next, share, 6);
-      }
+#define TILE(R) group_tile(q, scale, a->blocks, w, sum, count, next, share, R)
+      FOR_ROWS((int)(a->rows - r < each ? a->rows - r : each), TILE)
+#undef TILE
     }
   }
   store_panel(a->out, a->panels * PANEL, panel, sums, a->bias, a->rows);
