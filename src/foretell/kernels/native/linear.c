@@ -30,63 +30,89 @@ typedef struct {
   int kind;
 } linear_t;
 
-/* `n` inputs of one panel for R rows; prefetches one cache line at `next` every `every` inputs. */
-INLINE void linear_tile(const float *x, const void *w, float *sums, int64_t n, int64_t in,
-                        int first, const char *next, int64_t every, const int kind, const int R) {
-  p16 a[ROWS];
-  for (int r = 0; r < R; r++) a[r] = p_zero();
+/* A block of `n` inputs, of P panels; `apart` is from one panel to the next, in weights and in sums. */
+typedef struct {
+  const char *w, *next;  /* next: what is fetched meanwhile, a cache line of each panel every `every` inputs */
+  int64_t n, apart, next_apart, every, sums_apart;
+  int first;
+} block_t;
+
+/* One block for R rows of x. */
+INLINE void linear_tile(const block_t *b, const float *x, int64_t in, float *sums, const int kind, const int P,
+                        const int R) {
+  p16 a[ROWS][PANELS];
+  const char *next = b->next, *w = b->w;
+  const int64_t n = b->n, apart = b->apart, every = b->every;
+  for (int r = 0; r < R; r++) for (int p = 0; p < P; p++) a[r][p] = p_zero();
   int64_t since = 0;
   for (int64_t k = 0; k < n; k++) {
     if (++since == every) {
       since = 0;
-      __builtin_prefetch(next, 0, 3);
+      for (int p = 0; p < P; p++) __builtin_prefetch(next + p * b->next_apart, 0, 3);
       next += 64;
     }
-    p16 v = p_widen(w, k * PANEL, kind);
-    for (int r = 0; r < R; r++) a[r] = p_axpy(x[r * in + k], v, a[r]);
+    p16 v[PANELS];
+    for (int p = 0; p < P; p++) v[p] = p_widen(w + p * apart, k * PANEL, kind);
+    for (int r = 0; r < R; r++) for (int p = 0; p < P; p++) a[r][p] = p_axpy(x[r * in + k], v[p], a[r][p]);
   }
-  for (int r = 0; r < R; r++) p_store(sums + r * PANEL, first ? a[r] : p_add(p_load(sums + r * PANEL), a[r]));
+  for (int r = 0; r < R; r++) for (int p = 0; p < P; p++) {
+    float *sum = sums + p * b->sums_apart + r * PANEL;
+    p_store(sum, b->first ? a[r][p] : p_add(p_load(sum), a[r][p]));
+  }
 }
 
-/* One pass over a block for `count` rows. */
-INLINE void linear_pass(const float *x, const void *w, float *sums, int64_t n, int64_t in, int first,
-                        const char *next, int64_t every, int count, const int kind) {
-#define TILE(R) linear_tile(x, w, sums, n, in, first, next, every, kind, R)
+INLINE void linear_pass(const block_t *b, const float *x, int64_t in, float *sums, int count, const int kind,
+                        const int P) {
+#define TILE(R) linear_tile(b, x, in, sums, kind, P, R)
   FOR_ROWS(count, TILE)
 #undef TILE
 }
 
-/* One panel for all rows: sums[rows, 16] stays in the cache, out is written once at the end. Where a
- * block serves many passes it is widened once. */
-INLINE void linear_panel(const linear_t *a, int64_t panel, float *sums, float *wide, const int kind) {
-  const int64_t size = kind == FP32 ? 4 : 2;
-  const int64_t passes = (a->rows + ROWS - 1) / ROWS, each = (a->rows + passes - 1) / passes;
-  const int64_t every = passes * (64 / (PANEL * size)), share = BLOCK * PANEL * size / passes;
-  for (int64_t k0 = 0; k0 < a->in; k0 += BLOCK) {
-    int64_t n = a->in - k0 < BLOCK ? a->in - k0 : BLOCK, pass = 0;
-    const char *w = a->w + (panel * a->in + k0) * PANEL * size;
-    const int once = kind != FP32 && passes > WIDEN_ONCE;
-    if (once) for (int64_t i = 0; i < n * PANEL; i += PANEL) p_store(wide + i, p_widen(w, i, kind));
-    for (int64_t r = 0; r < a->rows; r += each, pass++) {
+/* P panels for all rows: sums[P][rows][16] stay in the cache, out is written once at the end. Where a block
+ * serves many passes it is widened once. */
+INLINE void linear_panels(const linear_t *a, int64_t panel, float *sums, float *wide, const int kind, const int P) {
+  const int64_t size = kind == FP32 ? 4 : 2, apart = a->in * PANEL * size, rows = a->rows;
+  const int64_t passes = (rows + ROWS - 1) / ROWS, each = (rows + passes - 1) / passes;
+  const int64_t share = BLOCK * PANEL * size / passes;
+  const int once = kind != FP32 && passes > WIDEN_ONCE;
+  for (int64_t k0 = 0, pass = 0; k0 < a->in; k0 += BLOCK, pass = 0) {
+    const char *w = a->w + panel * apart + k0 * PANEL * size;
+    const char *next = k0 + BLOCK < a->in ? w + BLOCK * PANEL * size : a->w + (panel + P) * apart;
+    block_t b = {w, next, a->in - k0 < BLOCK ? a->in - k0 : BLOCK, apart, apart, passes * (64 / (PANEL * size)),
+                 rows * PANEL, k0 == 0};
+    if (once) {
+      for (int p = 0; p < P; p++) for (int64_t k = 0; k < b.n; k++)
+        p_store(wide + (p * BLOCK + k) * PANEL, p_widen(w + p * apart, k * PANEL, kind));
+      b.w = (const char *)wide;
+      b.apart = BLOCK * PANEL * (int64_t)sizeof(float);
+    }
+    for (int64_t r = 0; r < rows; r += each, pass++) {
       const float *x = a->x + r * a->in + k0;
-      const char *next = w + BLOCK * PANEL * size + pass * share;
-      int count = (int)(a->rows - r < each ? a->rows - r : each);
-      if (once) linear_pass(x, wide, sums + r * PANEL, n, a->in, k0 == 0, next, every, count, FP32);
-      else linear_pass(x, w, sums + r * PANEL, n, a->in, k0 == 0, next, every, count, kind);
+      int count = (int)(rows - r < each ? rows - r : each);
+      b.next = next + pass * share;
+      if (once) linear_pass(&b, x, a->in, sums + r * PANEL, count, FP32, P);
+      else linear_pass(&b, x, a->in, sums + r * PANEL, count, kind, P);
     }
   }
-  store_panel(a->out, a->panels * PANEL, panel, sums, a->bias, a->rows);
+  for (int p = 0; p < P; p++)
+    store_panel(a->out, a->panels * PANEL, panel + p, sums + p * rows * PANEL, a->bias, rows);
+}
+
+INLINE void linear_kind(const linear_t *a, int64_t panel, int64_t end, float *sums, const int kind) {
+  float *wide = sums + PANELS * a->rows * PANEL;
+  for (; panel + PANELS <= end; panel += PANELS) linear_panels(a, panel, sums, wide, kind, PANELS);
+  for (; panel < end; panel++) linear_panels(a, panel, sums, wide, kind, 1);
 }
 
 static void linear_task(void *p, int64_t task) {
   const linear_t *a = p;
-  float *sums = get_scratch((a->rows + BLOCK) * PANEL), *wide = sums + a->rows * PANEL;
+  float *sums = get_scratch((a->rows + BLOCK) * PANEL * PANELS);
   int64_t end = (task + 1) * a->per_task < a->panels ? (task + 1) * a->per_task : a->panels;
-  for (int64_t panel = task * a->per_task; panel < end; panel++) switch (a->kind) {
-      case FP32: linear_panel(a, panel, sums, wide, FP32); break;
-      case FP16: linear_panel(a, panel, sums, wide, FP16); break;
-      default: linear_panel(a, panel, sums, wide, BF16);
-    }
+  switch (a->kind) {
+    case FP32: linear_kind(a, task * a->per_task, end, sums, FP32); break;
+    case FP16: linear_kind(a, task * a->per_task, end, sums, FP16); break;
+    default: linear_kind(a, task * a->per_task, end, sums, BF16);
+  }
 }
 
 /* out[rows, panels * 16] = x[rows, in] times the packed weight, plus bias[panels * 16] if not null. */

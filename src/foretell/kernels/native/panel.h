@@ -7,7 +7,8 @@
 enum { FP32 = 0, FP16 = 1, BF16 = 2 };
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-#define ROWS 12 /* rows that share a weight in registers */
+#define ROWS 12  /* rows that share a weight in registers */
+#define PANELS 2 /* panels whose weights share a row's value there */
 
 typedef __m512 p16;  /* floats */
 typedef __m512i n16; /* 32-bit integers */
@@ -41,6 +42,7 @@ INLINE n16 d_pairs(d16 w, int32_t both, n16 sum) {
 
 #else
 #define ROWS 6
+#define PANELS 1
 
 typedef struct { f8 low, high; } p16;
 typedef struct { i8 low, high; } n16;
