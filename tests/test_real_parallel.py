@@ -43,7 +43,7 @@ def ranks(request):
     llm.loaded.model.team.close()
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "draft:smollm2-135m"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "draft:smollm2-135m", "eagle3"])
 def test_text_is_that_of_one_process(wanted, prompts, ranks, drafter):
     more = {} if drafter == "none" else {"draft_tokens": 4}
     llm = LLM(ranks.loaded, drafter=drafter, kv_tokens=1024, **more)

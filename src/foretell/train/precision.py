@@ -1,6 +1,7 @@
 """The arithmetic in which the frozen target reads its answers: fp32, or bf16 where the machine has it.
 
-What is trained stays in fp32: its products have few rows, and conversions take what bf16 saves there.
+What is trained stays in fp32: its products have few rows, and without AMX conversions take what
+bf16 saves there (docs/log.md).
 """
 
 from __future__ import annotations

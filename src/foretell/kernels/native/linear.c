@@ -30,9 +30,11 @@ typedef struct {
   int kind;
 } linear_t;
 
-/* A block of `n` inputs, of P panels; `apart` is from one panel to the next, in weights and in sums. */
+/* A block of `n` inputs, of P panels. `next`: what is fetched meanwhile, a cache line of each panel every `every`
+ * inputs. The `apart`s lead from one panel to the next: in the weights that are read, in those that are fetched,
+ * in the sums. */
 typedef struct {
-  const char *w, *next;  /* next: what is fetched meanwhile, a cache line of each panel every `every` inputs */
+  const char *w, *next;
   int64_t n, apart, next_apart, every, sums_apart;
   int first;
 } block_t;
