@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from foretell.attention import Segment, pack
-from foretell.drafters import DrafterContext, build_drafter
+from foretell.drafters import DrafterContext, build_drafter, feature
 from foretell.errors import InputError
+from foretell.planner import FixedPlanner
 from foretell.sampling import Sampler
-from foretell.types import Needs, SamplingParams
+from foretell.types import Needs, SamplingParams, StepPlan
 from tests import head_files, oracle, reference_heads
 
 PROMPTS = [[5, 17, 33, 8, 61], [7], [90, 3, 90, 3, 55, 12, 13, 14, 15, 16, 17], [40, 41, 9, 40, 41, 9, 40]]
@@ -333,9 +334,61 @@ def test_a_prefix_that_comes_while_a_request_waits_is_the_heads_too(target, tmp_
     assert drafts[0] == drafts[1]
 
 
+class Late(FixedPlanner):
+    """Lets drafts begin after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(6)
+        self._left = steps
+
+    def plan(self, requests):
+        self._left -= 1
+        return super().plan(requests) if self._left < 0 else [StepPlan(0, "not yet") for _ in requests]
+
+
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+def test_rows_are_computed_when_a_draft_needs_them(layout, target, tmp_path, monkeypatch):
+    """Nothing before; then all that has waited, in chunks, from which the same drafts follow; and what waits
+    stays below a limit."""
+    monkeypatch.setattr(feature, "_CHUNK", 7)
+    if layout == "eagle":
+        folder = head_files.eagle(tmp_path / "head")
+    else:
+        folder = head_files.eagle3(tmp_path / "head", layout)
+    kind = "eagle" if layout == "eagle" else "eagle3"
+    prompts = [[(7 * i + s) % 90 + 3 for i in range(n)] for s, n in ((0, 40), (1, 3), (2, 19))]
+    kept = []
+    for most, late in ((4096, 0), (4096, 8), (10, 8)):
+        monkeypatch.setattr(feature, "_MOST", most)
+        drafter = build_drafter(f"{kind}:{folder}", {}, context(target))
+        engine = oracle.engine(target, drafter, draft_tokens=6, prefill_chunk=9)
+        engine.planner = Late(late + 12)
+        passes: list[int] = []
+        forward = drafter.runner.forward
+        monkeypatch.setattr(
+            drafter.runner,
+            "forward",
+            lambda batch, x, f=forward, n=passes: (n.append(len(x)), f(batch, x))[1],
+        )
+        requests = [engine.submit(p, SamplingParams(max_tokens=40), frozenset()) for p in prompts]
+        for _ in range(late + 12):
+            engine.step()
+            assert all(s.unread <= most + 9 for s in drafter._states.values())
+        assert bool(passes) == (most == 10), "nothing was drafted yet"
+        while not engine.idle:
+            engine.step()
+        drafter._cache.check_integrity()
+        plain = oracle.run(oracle.engine(target, "none"), prompts, SamplingParams(max_tokens=40))
+        assert [r.output_ids for r in requests] == [r.output_ids for r in plain]
+        assert max(passes) <= 3 * 9
+        kept.append([r.stats.accepted_at for r in requests])
+    assert kept[1] == kept[2]
+    assert kept[0] != kept[1], "eight steps more without drafts"
+
+
 @pytest.mark.parametrize("limit", [40, 64])
 def test_a_head_with_a_short_context_stops_and_the_answer_goes_on(limit, decoder, tmp_path):
-    """Far beyond the head's context: no drafts, no features kept, nothing written outside its range."""
+    """Far beyond the head's context: no drafts, no states kept, nothing written outside its range."""
     target = decoder("llama", **head_files.TARGET, max_position_embeddings=1200)
     folder = head_files.eagle(tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
@@ -349,7 +402,7 @@ def test_a_head_with_a_short_context_stops_and_the_answer_goes_on(limit, decoder
     while not engine.idle:
         engine.step()
         drafter._cache.check_integrity()
-        assert all(sum(map(len, s.waiting)) <= 512 for s in drafter._states.values())
+        assert all(state.unread <= limit for state in drafter._states.values())
     plain = oracle.engine(target, "none", kv_slots=1400)
     wanted = [
         oracle.run(plain, [p], SamplingParams(max_tokens=n))[0]

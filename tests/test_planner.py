@@ -327,7 +327,7 @@ def test_a_costly_drafter_rests_and_is_looked_at_more_and_more_rarely():
 def test_a_new_request_is_looked_at_whatever_the_others_were_like():
     """A head that was no use for a summary may be some for a sum; but short requests in a row do not make
     every step a look."""
-    plan = planner(0.2)
+    plan = planner(0.05)
 
     def tried(request, steps):
         looks = []
@@ -335,7 +335,7 @@ def test_a_new_request_is_looked_at_whatever_the_others_were_like():
             (decision,) = plan.plan([request])
             if decision.draft_tokens:
                 looks.append(step)
-            judged(plan, tree([0.5] * decision.draft_tokens), 0, draft_s=0.3 * decision.draft_tokens)
+            judged(plan, tree([0.5] * decision.draft_tokens), 0, draft_s=0.05 * decision.draft_tokens)
         plan.forget(request.id)
         return looks
 
@@ -344,6 +344,82 @@ def test_a_new_request_is_looked_at_whatever_the_others_were_like():
     assert tried(Request(id=3), 10) == [], "the last looks are just over"
     short = [len(tried(Request(id=10 + number), 8)) for number in range(40)]
     assert 0 < sum(short) <= 30, "of 320 steps"
+
+
+def looks_of(batch: int, draft_s: float, steps: int = 600) -> tuple[list[int], set[int]]:
+    """Steps with drafts that cost so much and gain nothing, and who made them."""
+    plan, steps_with, who = planner(0.01), [], set()
+    requests = [Request(id=i) for i in range(batch)]
+    for step in range(steps):
+        drafting = {r.id for r, p in zip(requests, plan.plan(requests), strict=True) if p.draft_tokens}
+        steps_with += [step] if drafting else []
+        who |= drafting
+        draft, seconds = tree([0.5]), draft_s * plan.cost(batch) if drafting else 0.0
+        trees = [(r.id, draft if r.id in drafting else DraftTree(), ()) for r in requests]
+        plan.observe(StepReport(batch, 0, len(drafting), seconds, plan.cost(batch), 0.0, 0.0, trees))
+    return steps_with, who
+
+
+def test_looks_that_cost_more_are_rarer_and_a_few_of_a_batch_look_for_all():
+    (cheap, who), (dear, _) = looks_of(16, 0.3), looks_of(16, 3.0)
+    assert who == {0, 1, 2, 3}
+    assert looks_of(1, 0.3)[1] == {0}
+    gaps = [[b - a for a, b in pairwise(steps) if b - a > 1] for steps in (cheap, dear)]
+    assert gaps[0][0] == 33
+    assert 220 <= gaps[1][0] <= 230, "three plain steps each, three times: 4 % of the steps until the next"
+
+
+def test_a_request_or_two_that_are_new_in_a_batch_are_no_new_text():
+    rest = [Request(id=i) for i in range(8)]
+    plan, looked = planner(0.01), []
+    for step in range(1200):
+        requests = [*rest[1:], Request(id=100 + step // 40)]  # one in eight is another every 40 steps
+        drafting = [r.id for r, p in zip(requests, plan.plan(requests), strict=True) if p.draft_tokens]
+        looked += [step] if drafting else []
+        judged_ = [(r.id, tree([0.5]) if r.id in drafting else DraftTree(), ()) for r in requests]
+        seconds = 0.5 * plan.cost(8) if drafting else 0.0
+        plan.observe(StepReport(8, 0, len(drafting), seconds, plan.cost(8), 0.0, 0.0, judged_))
+    assert len(looked) <= 48, "twice or three times per batch that has been replaced, not once per request"
+
+
+def test_what_a_large_batch_taught_is_not_held_against_a_small_one():
+    """Rows that nobody can spare at batch 16 are free at batch 1: drafts come back when the load is gone."""
+    plan = AdaptivePlanner(CostTable({1: 1.0, 8: 1.1, 16: 2.0, 32: 4.0}), 8)
+    draft = replace(tree([0.7, 0.45]), passes=2)
+
+    def run(batch, first_id, steps):
+        requests, drafted = [Request(id=first_id + i) for i in range(batch)], 0
+        for _ in range(steps):
+            plans = plan.plan(requests)
+            trees = [draft if p.draft_tokens else DraftTree() for p in plans]
+            drafted += sum(map(bool, map(len, trees)))
+            kept = plan.choose(requests, trees, batch)
+            seconds = 0.5 * plan.cost(batch) if any(map(len, trees)) else 0.0
+            rows = batch + sum(map(len, kept))
+            judged_ = [(r.id, t, tuple(range(len(t)))) for r, t in zip(requests, kept, strict=True)]
+            plan.observe(StepReport(rows, 0, 2, seconds, plan.cost(rows), 0.0, 0.0, judged_))
+        return drafted
+
+    assert run(16, 0, 400) < 60
+    assert run(1, 100, 60) > 40
+
+
+def test_a_drafts_price_is_that_of_steps_in_which_nobody_catches_up():
+    """The first draft after a prompt, or after a pause, also reads what its drafter has missed."""
+    plan, requests = planner(0.01), [Request(id=0)]
+    draft = replace(tree([0.9]), passes=1)
+    for step in range(30):
+        if step % 5 == 4:
+            requests = [Request(id=step)]
+        (decision,) = plan.plan(requests)
+        assert decision.draft_tokens
+        catching_up = plan._catching_up
+        assert catching_up == (step == 0 or step % 5 == 4)
+        kept = plan.choose(requests, [draft], 1)
+        seconds = 40.0 if catching_up else 0.1
+        plan.observe(StepReport(2, 0, 1, seconds, 1.0, 0.0, 0.0, [(requests[0].id, kept[0], (0,))]))
+    assert plan.paced.time == pytest.approx(0.1, rel=0.1)
+    assert plan._costs[1].per_step == pytest.approx(0.1)
 
 
 def test_a_costly_drafter_that_pays_is_used_as_long_as_it_pays():
@@ -359,9 +435,12 @@ def test_a_costly_drafter_that_pays_is_used_as_long_as_it_pays():
 def test_limits_of_a_plan():
     assert planner().plan([Request(remaining=1)])[0].draft_tokens == 0
     assert planner().plan([Request(remaining=4)])[0].draft_tokens == 3
-    assert planner(max_draft=5).plan([Request()])[0] == StepPlan(
-        5, "drafting is free", worth=pytest.approx(0.05)
-    )
+    plan, free = planner(max_draft=5), "drafting is free"
+    assert plan.plan([Request()])[0].reason == "a look whether drafting pays"
+    judged(plan, DraftTree(), 0)
+    assert plan.plan([Request()])[0].draft_tokens == 5, "the first draft's time says nothing"
+    judged(plan, DraftTree(), 0)
+    assert plan.plan([Request()])[0] == StepPlan(5, free, worth=pytest.approx(0.05))
     assert FixedPlanner(3).choose([Request()], [tree([0.1])], 1) == [tree([0.1])]
 
 

@@ -2,9 +2,9 @@
 
 Row i of the head takes token i + 1 and the feature of token i. Rows of emitted tokens always hold the
 target's true features: what a draft wrote is written over once the target has answered. Rows are computed
-when a draft needs them, for all requests together; a prompt's are computed chunk by chunk. Where a prefix hit
-of the target has left features out that the head's cache does not have either, its cache begins later, with
-its positions shifted.
+when a draft needs them, for all requests together, so a request that never drafts pays for none; until then
+the target's states wait, of a long text a few thousand. Where a prefix hit of the target has left states out
+that the head's cache does not have either, its cache begins later, with its positions shifted.
 
 Shape suffixes: T rows, R rows whose logits are wanted, W feature width, V vocabulary.
 """
@@ -12,7 +12,7 @@ Shape suffixes: T rows, R rows whose logits are wanted, W feature width, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,8 @@ from foretell.models.rope import RopeTable
 from foretell.types import EMPTY_TREE, DraftTree, StepPlan
 
 _log = logging.getLogger(__name__)
-_CHUNK = 512  # features that wait before their rows are computed
+_CHUNK = 512  # rows of a request that one pass computes
+_MOST = 4096  # states of a request that may wait
 
 
 class HeadRunner:
@@ -99,34 +100,59 @@ class HeadRunner:
         return self.lent(self.head.normed(out_RW)) if own_RV is None else own_RV
 
 
+@dataclass(frozen=True, slots=True)
+class _States:
+    """What the target has seen at some tokens: the states that the head needs, [rows, W] each."""
+
+    count: int
+    hidden_TW: Tensor | None
+    aux_TW: Mapping[int, Tensor]
+
+    def since(self, first: int) -> _States:
+        """Those from the given one on, if there are so many."""
+        hidden_TW = None if self.hidden_TW is None else self.hidden_TW[first:]
+        return _States(
+            max(0, self.count - first), hidden_TW, {n: rows_TW[first:] for n, rows_TW in self.aux_TW.items()}
+        )
+
+
 @dataclass(slots=True)
 class _State:
     """A request in the head's cache: slot j holds the row at position `shift` + j.
 
     Attributes:
         keys: what each slot was computed from, for prefix reuse; the lease's own list.
-        waiting: features of the positions behind the lease's length, [rows, W] each.
+        waiting: the target's states at the positions behind the lease's length.
     """
 
     keys: list[int]
     lease: Lease
     shift: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
+    waiting: list[_States] = field(default_factory=list)
 
     def begin_at(self, start: int) -> None:
-        """Features before `start` were left out by a prefix hit: the cache begins there."""
+        """States before `start` were left out by a prefix hit: the cache begins there."""
         self.shift, self.waiting, self.lease.length = start, [], 0
         self.keys.clear()
 
     @property
     def unread(self) -> int:
         """Rows that can be computed."""
-        return sum(map(len, self.waiting))
+        return sum(states.count for states in self.waiting)
 
     @property
     def known(self) -> int:
-        """Tokens of the request whose features have come."""
+        """Tokens of the request whose states have come."""
         return self.shift + self.lease.length + self.unread
+
+    def take(self, most: int) -> list[_States]:
+        """The first states that wait, so many at most; what came together stays together."""
+        count, taken = self.waiting[0].count, 1
+        while taken < len(self.waiting) and count + self.waiting[taken].count <= most:
+            count += self.waiting[taken].count
+            taken += 1
+        first, self.waiting = self.waiting[:taken], self.waiting[taken:]
+        return first
 
 
 @dataclass(slots=True)
@@ -184,22 +210,25 @@ class FeatureDrafter:
         self._states[request.id] = _State(keys, lease)
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
-        """Takes the true features of tokens that the target has read."""
+        """Takes the true states of tokens that the target has read."""
         if (state := self._states.get(request.id)) is None:
             return
         limit = self.runner.head.max_context
         if len(request.tokens) > limit:  # no draft will be made any more
             state.waiting.clear()
             return
-        feature_TW = self.runner.head.features(seen.hidden_TW, seen.aux_TW)
         if seen.start > state.known:
             self._catch_up(state, seen.start)
         _learn(state.keys, request.tokens, state.shift)
-        new = feature_TW[state.known - seen.start :]
-        if len(new):
+        new = self._wanted(seen).since(state.known - seen.start)
+        if new.count:
             state.waiting.append(new)
-        while state.unread >= _CHUNK and state.known < len(request.tokens) and self._fits(request, state):
+        while state.unread > _MOST and len(state.waiting) > 1 and self._fits(request, state):
             self._read([request], logits=False)
+
+    def _wanted(self, seen: Observed) -> _States:
+        hidden_TW = seen.hidden_TW if self.needs.last_hidden else None
+        return _States(seen.count, hidden_TW, {n: seen.aux_TW[n] for n in self.needs.aux_layers})
 
     def _catch_up(self, state: _State, start: int) -> None:
         """The target has taken what is before `start` from another request: so does the head, where its cache
@@ -249,13 +278,16 @@ class FeatureDrafter:
         return [drafts[r.id].growth.tree() if r.id in drafts else EMPTY_TREE for r in requests]
 
     def _ready(self, request: DraftRequest, state: _State) -> bool:
-        """Whether the feature before the last token has just come, and the head's context has room."""
+        """Whether the states before the last token have just come, and the head's context has room."""
         complete = state.unread > 0 and state.known == len(request.tokens) - 1
         short = len(request.tokens) < self.runner.head.max_context
         return complete and short and self._fits(request, state)
 
     def _plant(self, drafts: list[_Draft]) -> None:
         """Computes the rows that wait, and what may follow the last token."""
+        for draft in drafts:
+            while draft.state.unread > _CHUNK and len(draft.state.waiting) > 1:
+                self._read([draft.request], logits=False)
         feature_TW, logits_RV = self._read([d.request for d in drafts], logits=True)
         for draft, out_W, logits_V in zip(drafts, feature_TW, logits_RV, strict=True):
             draft.outputs.append(out_W)
@@ -263,23 +295,26 @@ class FeatureDrafter:
             draft.growth.offer(None, self.runner.lent.rank(draft.request.sampler, logits_V, [], width))
 
     def _read(self, requests: Sequence[DraftRequest], *, logits: bool) -> tuple[Tensor, Tensor]:
-        """Computes the waiting rows: the output of each request's last row, and its logits."""
-        segments, features, last, row = [], [], [], 0
+        """Computes a chunk of each request's waiting rows: the output of its last one, and its logits."""
+        segments, taken, last, row = [], [], [], 0
         for request in requests:
             state = self._states[request.id]
-            count, start = state.unread, state.lease.length
-            first = state.shift + start + 1
+            start, first = state.lease.length, state.shift + state.lease.length + 1
+            new = state.take(_CHUNK)
+            count = sum(states.count for states in new)
             tokens = request.tokens[first : first + count]
             segments.append(Segment(state.lease.start, start, tokens, logits=logits, shift=state.shift))
-            features += state.waiting
+            state.lease.length += count
+            taken += new
             row += count
             last.append(row - 1)
-        out_TW, logits_RV = self.runner.forward(pack(segments, self.runner.arena), torch.cat(features))
-        for request in requests:
-            state = self._states[request.id]
-            state.lease.length += state.unread
-            state.waiting = []
+        out_TW, logits_RV = self.runner.forward(pack(segments, self.runner.arena), self._features(taken))
         return out_TW[last], logits_RV
+
+    def _features(self, taken: Sequence[_States]) -> Tensor:
+        hidden = [states.hidden_TW for states in taken if states.hidden_TW is not None]
+        aux_TW = {n: torch.cat([states.aux_TW[n] for states in taken]) for n in self.needs.aux_layers}
+        return self.runner.head.features(torch.cat(hidden) if hidden else None, aux_TW)
 
     def _expand(self, draft: _Draft) -> bool:
         """Chooses the next level; False where the tree is done."""

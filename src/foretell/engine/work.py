@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from foretell.attention import Segment
@@ -57,7 +58,12 @@ def observed(
     layers: Sequence[int],
 ) -> Observed:
     """What the drafter is shown of it: `start` tokens were read before, `rows` of the pass were kept."""
-    hidden_TW = None if output.hidden_TW is None else output.hidden_TW[rows]
-    aux_TW = {layer: states_TW[rows] for layer, states_TW in output.aux_TW.items()}
+    hidden_TW, states = output.hidden_TW, output.aux_TW
+    aux_TW: dict[int, Tensor] = {}
+    if hidden_TW is not None or states:
+        device = next(iter(states.values())).device if hidden_TW is None else hidden_TW.device
+        row_T = torch.tensor(rows, device=device)
+        hidden_TW = None if hidden_TW is None else hidden_TW.index_select(0, row_T)
+        aux_TW = {layer: states_TW.index_select(0, row_T) for layer, states_TW in states.items()}
     queries = {layer: output.queries[layer].at(rows) for layer in layers}
     return Observed(start, len(rows), part.tree, verdict, hidden_TW, aux_TW, choices, queries)

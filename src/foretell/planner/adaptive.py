@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from foretell.planner.acceptance import Acceptance
 from foretell.planner.base import PlannedRequest, StepReport
 from foretell.planner.cost import CostTable
-from foretell.planner.levels import LevelChoice, Rest
+from foretell.planner.levels import LevelChoice
+from foretell.planner.looks import Looks
 from foretell.planner.paced import Paced
 from foretell.types import EMPTY_TREE, DraftTree, StepPlan
 
@@ -32,6 +33,7 @@ class _DraftCost:
     """Seconds of drafting, as measured: per step, and per proposed token. `memory`: weight of the past."""
 
     memory: float = _MEMORY
+    seen: bool = False
     per_step: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
@@ -43,7 +45,8 @@ class _DraftCost:
     def observe(self, seconds: float, tokens: int) -> None:
         """One step's drafting."""
         keep = self.memory
-        self.per_step = keep * self.per_step + (1 - keep) * seconds if self.tokens else seconds
+        self.per_step = keep * self.per_step + (1 - keep) * seconds if self.seen else seconds
+        self.seen = True
         self.seconds = keep * self.seconds + seconds
         self.tokens = keep * self.tokens + tokens
 
@@ -81,30 +84,26 @@ class AdaptivePlanner:
         self._direct = False  # whether the lowest level drafts alone in this step
         self._costs = {1: _DraftCost(), 2: _DraftCost(_ROUNDS)}  # of the lowest level alone, and of all
         self.whole = _WholeDrafts()
-        self._rest = Rest()
-        self._looking = False  # whether this step's drafts are made only to see whether they pay
-        self._paid = False  # whether drafts that cost something were allowed in this step
+        self._looks = Looks()
+        self._drafting: set[int] = set()  # requests whose drafts may cost something in this step
+        self._catching_up = False  # whether some of them did not draft in the last step
         self.paced = Paced()
         self._passes: dict[int, int] = {}  # of this step's drafts, by request
         self._waiting = True  # whether some request would not have drafted
-        self._known: set[int] = set()  # requests that were planned for
         self._prices: list[tuple[float, float]] | None = None
 
     def plan(self, requests: Sequence[PlannedRequest]) -> list[StepPlan]:
         """How long each draft may be."""
-        ids = {request.id for request in requests}
-        if not ids <= self._known:
-            self._rest.anew()
-            self._known |= ids
-        self._looking = self._waiting and self._rest.tick()
+        self._looks.begin([request.id for request in requests], self._waiting)
         self._waiting, self._prices = False, None
         if requests and self._most_direct:
             self._direct = self.levels.lowest()
-            self._looking = self._looking or self.levels.looking
         plans = [self._length(request, len(requests)) for request in requests]
         if any(plan.draft_tokens or plan.free_tokens for plan in plans):
             plans = self._worth(requests, plans)
-        self._paid = any(plan.draft_tokens for plan in plans)
+        drafting = {request.id for request, plan in zip(requests, plans, strict=True) if plan.draft_tokens}
+        self._catching_up = not drafting <= self._drafting
+        self._drafting = drafting
         return plans
 
     def choose(
@@ -147,31 +146,42 @@ class AdaptivePlanner:
         if report.prompt_rows == 0:
             self.cost.observe(report.rows, report.target_s + report.verify_s + report.rest_s)
         made = max((tree.levels for _, tree, _ in report.judged if len(tree)), default=self._levels_used)
-        if self._passes:
-            self.paced.drafted(max(self._passes.values()), report.draft_s)
-        if report.proposed and self._paid:
-            self._costs[made].observe(report.draft_s, report.proposed)
-        if self._most_direct and report.judged and not report.prompt_rows:
+        if not self._catching_up:  # a first draft also reads what its drafter has missed
+            self._observe_drafting(report, made)
+        if report.judged and not report.prompt_rows:
             seconds = report.draft_s + report.target_s + report.verify_s + report.rest_s
-            self.levels.observe(
-                lowest=made == 1 or self._direct,
-                tried_all=not self._direct,
-                tokens=sum(1 + len(path) for _, _, path in report.judged) / len(report.judged),
-                time=seconds / self.cost(len(report.judged)),
-            )
+            batch, emitted = len(report.judged), sum(1 + len(path) for _, _, path in report.judged)
+            time = seconds / self.cost(batch)
+            self._looks.observe(time, emitted, batch)
+            if self._most_direct:
+                self.levels.observe(
+                    lowest=made == 1 or self._direct,
+                    tried_all=not self._direct,
+                    tokens=emitted / batch,
+                    time=time,
+                )
         self.acceptance.step()
         for request_id, tree, path in report.judged:
             self.acceptance.observe(request_id, tree, path)
             if tree.whole and len(tree):
                 self.whole.observe(len(tree), len(path))
             if request_id in self._passes:
-                self.paced.judged(len(tree), len(path))
+                self.paced.of(len(report.judged)).judged(len(tree), len(path))
         self._passes = {}
+
+    def _observe_drafting(self, report: StepReport, levels: int) -> None:
+        """What drafting has cost."""
+        if self._passes:
+            time = report.draft_s / self.cost(len(self._passes))
+            self.paced.drafted(max(self._passes.values()), time)
+        cost = self._costs[levels]
+        if self._drafting and (report.proposed or not cost.seen):
+            cost.observe(report.draft_s, report.proposed)
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self.acceptance.forget(request_id)
-        self._known.discard(request_id)
+        self._looks.forget(request_id)
 
     @property
     def _levels_used(self) -> int:
@@ -183,7 +193,7 @@ class AdaptivePlanner:
         every draft, so its price in plain steps is what it has to gain in each."""
         least = _MISJUDGED * self._least_chance(len(requests))
         kept = max(self.acceptance.by_depth(1, self._levels_used)[0], least)
-        price = self.paced.per_pass / self.cost(len(requests)) / kept
+        price = self.paced.per_pass / kept
         factors = [self.acceptance.factor(request.id) for request in requests]
         return [
             replace(plan, worth=least / factor, pass_worth=price / factor, direct=self._direct)
@@ -205,36 +215,40 @@ class AdaptivePlanner:
         if room <= 0:
             return StepPlan(0, "nothing is left to draft" if self.max_draft else "speculation is off")
         if self.whole.nodes and self._levels_used == 1:
-            return self._whole_or_none(room, batch)
-        if self.paced.seen and self._levels_used == 1:
+            return self._whole_or_none(request.id, room, batch)
+        if self.paced.of(batch).seen and self._levels_used == 1:
             return self._paced_or_none(request.id, room, batch)
         cost = self._costs[self._levels_used]
-        if cost.per_step < _FREE * self.cost(batch):
+        if cost.seen and cost.per_step < _FREE * self.cost(batch):
             return StepPlan(room, "drafting is free")
-        best = self._best_length(request.id, room, batch)
-        if best:
+        if cost.seen and (best := self._best_length(request.id, room, batch)):
             return StepPlan(best, "as long as it pays", free_tokens=room)
-        return self._off(min(self._levels_used * _PROBE, room), room)
+        look = min(self._levels_used * _PROBE, room) if cost.seen else room
+        return self._off(request.id, look, room)
 
-    def _whole_or_none(self, room: int, batch: int) -> StepPlan:
+    def _whole_or_none(self, request_id: int, room: int, batch: int) -> StepPlan:
         plan, nodes = StepPlan(room, "whole drafts pay"), round(self.whole.nodes) * batch
-        return self._all_or_none(plan, self.whole.gain, nodes, 0.0, batch)
+        return self._all_or_none(request_id, plan, self.whole.gain, nodes, 0.0, batch)
 
     def _paced_or_none(self, request_id: int, room: int, batch: int) -> StepPlan:
-        paced, gain = self.paced, self.paced.gain * self.acceptance.factor(request_id)
+        gained = self.paced.of(batch)
+        gain, nodes = gained.gain * self.acceptance.factor(request_id), round(gained.nodes * batch)
         plan = StepPlan(room, "drafts that end themselves pay", free_tokens=room)
-        return self._all_or_none(plan, gain, round(paced.nodes * batch), paced.seconds, batch)
+        return self._all_or_none(request_id, plan, gain, nodes, self.paced.time, batch)
 
-    def _all_or_none(self, plan: StepPlan, gain: float, nodes: int, seconds: float, batch: int) -> StepPlan:
-        """The plan, if drafts that gain so many tokens with so many nodes and seconds of drafting pay."""
-        if (1 + gain) / (self.cost(batch + nodes) + seconds) > _MARGIN / self.cost(batch):
+    def _all_or_none(
+        self, request_id: int, plan: StepPlan, gain: float, nodes: int, time: float, batch: int
+    ) -> StepPlan:
+        """The plan, if drafts that gain so many tokens with so many nodes and plain steps of drafting pay."""
+        if (1 + gain) / (self.cost(batch + nodes) / self.cost(batch) + time) > _MARGIN:
             return plan
-        return self._off(plan.draft_tokens, plan.draft_tokens)
+        return self._off(request_id, plan.draft_tokens, plan.draft_tokens)
 
-    def _off(self, look: int, room: int) -> StepPlan:
+    def _off(self, request_id: int, look: int, room: int) -> StepPlan:
         """No draft, but for a look now and then; what is free goes on."""
         self._waiting = True
-        if self._looking:
+        alone = self._looks.on and request_id in self._looks.who
+        if alone or (self._most_direct and self.levels.looking):
             return StepPlan(look, "a look whether drafting pays", free_tokens=room)
         return StepPlan(0, "off: drafting costs more than it gains", free_tokens=room)
 

@@ -10,38 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foretell.planner.looks import FIRST_PAUSE, LOOKS, Rest
+
 _MEMORY, _OLD = 0.93, 0.75  # weight of the past per step of a kind: of the one in use, and in a look
 _BETTER = 1.03  # what all levels together must make, of what the lowest makes alone
-LOOKS = 3  # steps in a row that look at something
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps until the next ones
 _NEXT = 8  # steps until levels that had nothing to add are asked again
-
-
-@dataclass(slots=True)
-class Rest:
-    """Pauses of what does not pay: a few looks, then a pause, twice as long each time."""
-
-    looks: int = LOOKS
-    left: int = 0
-    pause: int = _FIRST_PAUSE
-    rested: int = 0  # steps since the last look
-
-    def anew(self) -> None:
-        """Other text has come, of which nothing is known: looks now, unless the last ones are just over."""
-        if self.looks == 0:
-            self.left, self.pause = min(self.left, _FIRST_PAUSE - self.rested), _FIRST_PAUSE
-
-    def tick(self) -> bool:
-        """Whether this step is a look."""
-        if self.looks > 0:
-            self.looks, self.rested = self.looks - 1, 0
-            if self.looks == 0:
-                self.left, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
-            return True
-        self.left, self.rested = self.left - 1, self.rested + 1
-        if self.left <= 0:
-            self.looks = LOOKS
-        return False
 
 
 @dataclass(slots=True)
@@ -80,7 +53,7 @@ class LevelChoice:
         best = self._all.mean < _BETTER * self._lowest.mean
         if best != self._used_lowest:
             self._used_lowest = best
-            self._rest = Rest(looks=0, left=_NEXT if self._nothing else _FIRST_PAUSE)
+            self._rest = Rest(looks=0, left=_NEXT if self._nothing else FIRST_PAUSE)
         self.looking = self._rest.tick()
         return best != self.looking
 
