@@ -362,3 +362,22 @@ def test_bad_options_are_an_error_with_exit_code_2(options, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("depth", [50, 250, 300, 320, 340, 400, 480, 900, 5000])
+def test_a_body_that_is_nested_deeply_is_refused(server, depth):
+    """Between too deep for the parser and a wrong value lies what later checks recurse into."""
+    value = '{"a":' * depth + "1" + "}" * depth
+    schema = f'{{"type": "json_schema", "json_schema": {{"name": "n", "schema": {value}}}}}'
+    chat = {"model": server.model, "messages": [{"role": "user", "content": "the"}], "max_tokens": 2}
+    plain = ("completions", body(server, max_tokens=2))
+    for path, fields, field, text in (
+        *((*plain, field, value) for field in ("metadata", "prompt", "logit_bias", "foretell")),
+        *(("chat/completions", chat, field, value) for field in ("messages", "tools", "tool_choice")),
+        ("chat/completions", chat, "response_format", schema),
+    ):
+        content = f'{json.dumps(fields)[:-1]}, "{field}": {text}}}'
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/{path}", content=content.encode(), headers=headers)
+        assert answer.status_code == 400, (path, field, answer.text)
+        assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -97,6 +97,10 @@ def install(app: FastAPI) -> None:
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         return from_validation(error.errors()).response()
 
+    @app.exception_handler(RecursionError)
+    async def _deep(_request: Request, _error: RecursionError) -> JSONResponse:
+        return ApiError(400, "the body is nested too deeply").response()
+
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
