@@ -87,8 +87,8 @@ class Steps:
         return {
             "context": self.cell.context,
             "batch": self.cell.batch,
-            **{f"{name}_ms": round(1000 * getattr(self, name), 2) for name in ("plain", "classic", "sparse")},
-            "selecting_ms": round(1000 * self.selecting, 2),
+            **{f"{name}_ms": round(1000 * getattr(self, name), 4) for name in ("plain", "classic", "sparse")},
+            "selecting_ms": round(1000 * self.selecting, 4),
             "plain_to_sparse": round(self.to_plain, 3),
             "classic_to_sparse": round(self.to_classic, 3),
             "roofline_plain_to_sparse": round(plain / sparse, 3),
