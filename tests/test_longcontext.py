@@ -12,12 +12,13 @@ import torch
 
 from foretell.api import LLM
 from foretell.attention import Segment, pack
-from foretell.bench.longcontext.answer import BLOCK, Drafting, Runner, _score
+from foretell.bench.longcontext.answer import Drafting, Runner, _score
 from foretell.bench.longcontext.methods import CHOICES, Method, methods
-from foretell.bench.longcontext.panel import block_attention
+from foretell.bench.longcontext.panel import block_attention, foreseen
 from foretell.bench.longcontext.questions import Question
 from foretell.bench.longcontext.run import Settings, passages, summarise
 from foretell.cache import KVCache
+from foretell.drafters.none import NoDrafter
 from foretell.errors import InputError
 from foretell.models.load import LoadedModel
 from foretell.sparse import POLICIES, Signals, select
@@ -25,7 +26,7 @@ from foretell.types import SamplingParams, chain
 from tests import gguf_files, zoo
 
 IDS = [(i * i + 7 * i) % 90 + 3 for i in range(70)]
-TEXT = [(i * i * 3 + 5 * i) % 90 + 3 for i in range(2 * BLOCK + 1)]
+TEXT = [(i * i * 3 + 5 * i) % 90 + 3 for i in range(17)]
 BUDGET = 12
 
 
@@ -89,7 +90,7 @@ def test_every_policy_says_what_the_library_says(drafter, tiny, path, monkeypatc
 def test_the_oracle_and_looking_ahead_choose_by_other_signals(tiny):
     """All methods in one group; the oracle's first selection holds most of the true attention."""
     runner = Runner(tiny, methods(None, [BUDGET]), Drafting(tokens=3, budget=16), 100)
-    shares = {o.method.partition("@")[0]: o.share for o in runner.perplexity(IDS, TEXT[: BLOCK + 1])}
+    shares = {o.method.partition("@")[0]: o.share for o in runner.perplexity(IDS, TEXT[:9])}
     assert set(shares) == {"full", *CHOICES}
     assert shares["full"] == 1
     best = shares.pop("oracle")
@@ -98,67 +99,109 @@ def test_the_oracle_and_looking_ahead_choose_by_other_signals(tiny):
     assert shares["dustin-draft"] != shares["dustin"]
 
 
-def _log_probability(name: str, budget: int | None) -> float:
-    """Of the text behind the prompt but for its first token, by transformers under a mask: blocks read sinks,
-    a window, and themselves."""
-    model, tokens = zoo.build(name), [*IDS, *TEXT]
+def _foretold(count, start=()):
+    """What the model says behind the prompt and `start`, greedy, by transformers."""
+    tokens = [*IDS, *start]
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(zoo.build("llama")(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(IDS) + len(start) :]
+
+
+class Foreteller(NoDrafter):
+    """Drafts what the model would say if it read everything."""
+
+    def propose(self, requests, plans):
+        return [
+            chain(_foretold(plan.draft_tokens, request.tokens[len(IDS) :]))
+            for request, plan in zip(requests, plans, strict=True)
+        ]
+
+
+def _log_probability(text, budget, drafted):
+    """Of the text behind the prompt but for its first token, by transformers under a mask, and the steps that
+    it took. A step reads sinks, a window, and its own rows: the last token and what was drafted rightly."""
+    tokens = [*IDS, *text]
     mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)
-    for start in range(len(IDS), len(tokens) - 1, BLOCK) if budget else ():
-        chosen = select(POLICIES["streaming"], Signals(start, len(IDS)), budget)
-        for row in range(start, start + BLOCK):
+    start, steps = len(IDS), 0
+    while start < len(tokens) - 1:
+        draft = _foretold(drafted, tokens[len(IDS) : start + 1])
+        rows = range(start, start + 1 + foreseen(draft, tokens[start + 1 : -1]))
+        chosen = select(POLICIES["streaming"], Signals(start, len(IDS)), budget) if budget else range(start)
+        for row in rows:
             mask[row] = -torch.inf
             mask[row, chosen] = 0
             mask[row, start : row + 1] = 0
+        start, steps = rows.stop, steps + 1
     with torch.inference_mode():
+        model = zoo.build("llama")
         logits = model(input_ids=torch.tensor([tokens]), attention_mask=mask[None, None]).logits[0]
     wanted = torch.tensor(tokens[len(IDS) + 1 :])[:, None]
-    return float(logits[len(IDS) : -1].log_softmax(-1).gather(1, wanted).sum())
+    return float(logits[len(IDS) : -1].log_softmax(-1).gather(1, wanted).sum()), steps
 
 
-def test_texts_are_scored_as_a_masked_oracle_scores_them(zoo_model):
-    runner = Runner(zoo_model, methods(["streaming"], [24]), Drafting(tokens=0), 100)
-    full, streaming = runner.perplexity(IDS, TEXT)
-    assert full.value == pytest.approx(_log_probability("llama", None), abs=1e-3)
-    assert streaming.value == pytest.approx(_log_probability("llama", 24), abs=1e-3)
+def test_of_a_draft_counts_what_the_text_confirms():
+    assert foreseen([5, 6, 7], [5, 6, 8, 7]) == 2
+    assert foreseen([5, 6], [5, 6, 7]) == foreseen([5, 6, 7], [5, 6]) == 2
+    assert foreseen([], [5]) == foreseen([4], [5]) == foreseen([4], []) == 0
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_texts_are_scored_as_a_masked_oracle_scores_them(drafted, zoo_model):
+    """A text that the model would say in part: four tokens a step, one behind each surprise."""
+    beginning = [*_foretold(7), 40]
+    text = [*beginning, *_foretold(8, beginning), 50]
+    runner = Runner(zoo_model, methods(["streaming"], [24]), Drafting(tokens=drafted), 100)
+    runner._draft = Foreteller() if drafted else None
+    full, streaming = runner.perplexity(IDS, text)
+    wanted, _ = _log_probability(text, None, drafted)
+    assert full.value == pytest.approx(wanted, abs=1e-3)
+    wanted, steps = _log_probability(text, 24, drafted)
+    assert streaming.value == pytest.approx(wanted, abs=1e-3)
     assert full.value != pytest.approx(streaming.value, abs=1e-2)
-    assert streaming.tokens == 2 * BLOCK
-    assert streaming.read == 24 * 2 / (2 * BLOCK)
+    assert streaming.tokens == 16
+    assert streaming.read == 24 * steps / 16
+    assert steps == (5 if drafted else 16)
 
 
 def test_a_whole_context_can_be_scored(tiny):
-    """Prompt, text and what is drawn behind it fill the model's context to the last position."""
+    """Prompt, text and room for a token behind it fill the model's context to the last position."""
     context = tiny.model.max_context
-    settings = Settings((context,), 1, 1, BLOCK, ("perplexity",))
+    settings = Settings((context,), 1, 1, 7, ("perplexity",))
     (passage, *_) = passages(settings, tiny.tokenizer)
-    found = Runner(tiny, methods(["streaming"], [64]), Drafting(tokens=0), context).perplexity(
+    found = Runner(tiny, methods(["streaming"], [64]), Drafting(tokens=2), context).perplexity(
         passage.ids, passage.text
     )
-    assert [outcome.tokens for outcome in found] == [BLOCK, BLOCK]
-    assert len(passage.ids) + BLOCK + 2 == context
+    assert [outcome.tokens for outcome in found] == [7, 7]
+    assert len(passage.ids) + 7 + 2 == context
+
+
+def _selections(runner, text):
+    """What every step of a scored text read."""
+    kept, original = [], runner._build
+
+    def build(text):
+        panel, engine = original(text)
+        reader = engine._reader
+        measure = reader._measure
+        reader._measure = lambda *args: (kept.append(args[3].tolist()), measure(*args))
+        return panel, engine
+
+    runner._build = build
+    outcomes = runner.perplexity(IDS, text)
+    runner._build = original
+    return kept, outcomes
 
 
 def test_looking_ahead_does_not_know_the_text(zoo_model):
-    """Another end of the block changes no selection behind the same beginning."""
-    runner = Runner(zoo_model, methods(["dustin", "quest"], [BUDGET]), Drafting(tokens=3, budget=16), 100)
-    other = [*TEXT[:2], *(token % 90 + 4 for token in TEXT[2 : BLOCK + 1])]
-    seen = []
-    for text in (TEXT[: BLOCK + 1], other):
-        kept = []
-        original = runner._build
-
-        def build(text, kept=kept, original=original):
-            panel, engine = original(text)
-            reader = engine._reader
-            measure = reader._measure
-            reader._measure = lambda *args: (kept.append(args[3].tolist()), measure(*args))
-            return panel, engine
-
-        runner._build = build
-        runner.perplexity(IDS, text)
-        runner._build = original
-        seen.append(kept)
-    assert seen[0] == seen[1]
-    assert seen[0][0] != seen[0][1]
+    """The first step reads the same whether the text confirms its draft or not."""
+    runner = Runner(zoo_model, methods(["dustin", "quest"], [BUDGET]), Drafting(tokens=3, budget=60), 100)
+    expected = _foretold(9)
+    other = [expected[0], *(token % 90 + 4 for token in expected[1:])]
+    (foreseen_, longer), (surprised, shorter) = _selections(runner, expected), _selections(runner, other)
+    assert foreseen_[:2] == surprised[:2]
+    assert foreseen_[0] != foreseen_[1]
+    assert longer[1].al > shorter[1].al
 
 
 def test_block_attention_is_that_of_transformers(decoder):
@@ -275,7 +318,7 @@ def test_the_command_runs_and_resumes(foretell, path, tmp_path):
         (["--task", "needles"], "unknown --task 'needles'"),
         (["--policy", "full"], "unknown --policy 'full'"),
         (["--budget", "3"], "--budget must be at least 4, got 3"),
-        (["--text", "12"], "--text must be a multiple of 8, got 12"),
+        (["--text", "0"], "--text"),
         (["--lengths", "300", "--text", "64"], "--text must leave 256 tokens of a length of 300, got 64"),
         (["--books", "/nowhere"], "--books: there is no folder /nowhere"),
         (["--longbench", "/nowhere"], "--longbench: there is no folder /nowhere"),

@@ -1,6 +1,7 @@
 """Answers a prompt by every method, and scores a text under every method, with the engine's own decoding.
 
-A text is scored as verification would read it: in blocks behind one selection each, teacher-forced.
+A text is scored as decoding would say it, teacher-forced: per step what of a draft the text confirms, and one
+token more, behind one selection.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from foretell.sparse import POLICIES, KVReader, Profile, choose, shape_of
 from foretell.types import DraftTree, SamplingParams, Verdict
 from foretell.verify import RULES, Draws, Rule, Target
 
-BLOCK = 8  # tokens of a text that share a selection
 _AT_ONCE = 8  # methods in one batch; each holds a copy of the prompt's keys
 _EVERY = 4  # of so many selections one is compared with the truth
 
@@ -92,7 +92,7 @@ class Runner:
         self._methods = list(methods)
         self._drafting = drafting
         self._at_once = at_once
-        self._slots = (min(at_once, len(methods)) + 1) * (longest + 2 * BLOCK + drafting.tokens)
+        self._slots = (min(at_once, len(methods)) + 1) * (longest + 3 * drafting.tokens + 1)
         self._draft = self._load_draft()
         self._profile = self._choose_profile()
         self._session: tuple[Panel, Engine] | None = None
@@ -119,9 +119,8 @@ class Runner:
 
     def perplexity(self, prompt: Sequence[int], text: Sequence[int]) -> list[Outcome]:
         """Every method's log-probability of a text behind a prompt, but for its first token, which a full
-        pass tells. The text has a whole number of blocks and one token more."""
+        pass tells."""
         count = len(text) - 1
-        assert count % BLOCK == 0
         self._session = None  # its cache would lie beside the new one
         panel, engine = self._build(text)
         params = SamplingParams(max_tokens=count + 2, ignore_eos=True, logprobs=0)
@@ -162,13 +161,13 @@ class Runner:
         elif self._drafting.tokens:
             few = PanelReader(panel, self._own_draft(panel), wants_draft=False)
             inner = SparseTargetDrafter(model, few, name=self._loaded.name)
-        drafter = PanelDrafter(model, panel, inner, text, BLOCK if text else 0)
+        drafter = PanelDrafter(model, panel, inner, text)
         reader = PanelReader(panel, panel.own_reader, drafter.measure, wants_draft=True)
         engine = Engine(
             model,
             drafter,
             _FORCED if text else RULES["coupled"],
-            FixedPlanner(BLOCK if text else tokens),
+            FixedPlanner(tokens + 1 if text else tokens),
             decode=self._loaded.tokenizer.decode,
             kv_slots=self._slots,
             max_batch=self._at_once,
@@ -208,15 +207,16 @@ class Runner:
         params: SamplingParams,
         enough: int | None = None,
     ) -> list[tuple[Method, Request]]:
-        """The requests of a group, finished, or stopped after `enough` tokens."""
+        """The requests of a group, finished, or each stopped after `enough` tokens."""
         requests = []
         for method in group:
             requests.append(engine.submit(ids, params, self._loaded.end_ids))
             panel.enter(requests[-1].id, method)
         while open_ := [r for r in requests if r.finish_reason is None]:
-            if enough is not None and all(r.emitted >= enough for r in open_):
-                break
             engine.step()
+            for request in open_:
+                if enough is not None and request.emitted >= enough:
+                    engine.abort(request)
         for request in requests:
             assert request.stats.reused == len(ids) - 1, "a method read the prompt itself"
             engine.abort(request)

@@ -149,8 +149,8 @@ class PanelDrafter:
 
     Args:
         inner: who drafts.
-        script: the text that every request is made to say, in place of what is drafted.
-        block: tokens of the script per step.
+        script: the text that every request is made to say: per step what of the draft it confirms, and
+            one token more.
     """
 
     expects = 0.0
@@ -161,17 +161,15 @@ class PanelDrafter:
         panel: Panel,
         inner: Drafter,
         script: Sequence[int] = (),
-        block: int = 0,
     ) -> None:
         self._target = target
         self._panel = panel
         self._inner = inner
         self._script = script
-        self._block = block
         self._arena: KVArena | None = None
         self._prompts: dict[int, int] = {}
         self._known: tuple[tuple[int, ...] | None, Tensor] = None, torch.empty(0)
-        self.draft_tokens = block or inner.draft_tokens
+        self.draft_tokens = inner.draft_tokens
         self.needs = inner.needs
 
     def borrow(self, arena: KVArena) -> None:
@@ -186,23 +184,15 @@ class PanelDrafter:
         self._inner.start(request)
 
     def propose(self, requests: Sequence[DraftRequest], plans: Sequence[StepPlan]) -> list[DraftTree]:
-        """The inner drafter's trees; with a script, the script's, and drafts only to look ahead by."""
-        asked = [
-            (request, plan)
-            for request, plan in zip(requests, plans, strict=True)
-            if not self._script or self._method(request).looks_ahead
-        ]
-        if self._script:  # a block is the last confirmed token and what was drafted
-            asked = [(r, replace(p, draft_tokens=min(p.draft_tokens, self._block - 1))) for r, p in asked]
-        trees = self._inner.propose([r for r, _ in asked], [p for _, p in asked]) if asked else []
-        drafts = {r.id: tree for (r, _), tree in zip(asked, trees, strict=True)}
-        out = []
-        for request, plan in zip(requests, plans, strict=True):
-            tree = self._scripted(request, plan) if self._script else drafts[request.id]
-            # the last token of a script is what the one before it is judged by
+        """The inner drafter's trees; with a script, what of it they foresaw and the token behind that."""
+        if self._script:  # its last token takes the place of the target's own
+            plans = [replace(plan, draft_tokens=max(0, plan.draft_tokens - 1)) for plan in plans]
+        trees = self._inner.propose(requests, plans)
+        if self._script:
+            trees = [self._scripted(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        for request, tree in zip(requests, trees, strict=True):
             self._panel.blocks[request.id] = chain(tree.tokens[:-1]) if self._script else tree
-            out.append(tree)
-        return out
+        return trees
 
     def observe(self, request: DraftRequest, seen: Observed) -> None:
         """See `Drafter`."""
@@ -259,13 +249,20 @@ class PanelDrafter:
     def _method(self, request: DraftRequest) -> Method:
         return self._panel.by_request.get(request.id, FULL)
 
-    def _scripted(self, request: DraftRequest, plan: StepPlan) -> DraftTree:
-        """The next tokens of the script; one where the prompt ends, whose logits come of a full pass."""
-        said = len(request.tokens) - self._prompts[request.id]
+    def _scripted(self, request: DraftRequest, draft: DraftTree) -> DraftTree:
+        """What a step says of the script; one token where the prompt ends: its logits come of a full pass."""
         if request.id not in self._panel.by_request:
             return EMPTY_TREE
-        most = min(plan.draft_tokens, self._block) if said else 1
-        return chain(self._script[said : said + most])
+        said = len(request.tokens) - self._prompts[request.id]
+        rest = self._script[said:]
+        return chain(rest[: 1 + (foreseen(draft.tokens, rest) if said else 0)])
+
+
+def foreseen(draft: Sequence[int], text: Sequence[int]) -> int:
+    """How many tokens of a chain a text confirms."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(draft, text, strict=False)) if a != b), min(len(draft), len(text))
+    )
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.bench.longcontext import longbench, needles, ruler
-from foretell.bench.longcontext.answer import BLOCK, Drafting, Outcome, Runner
+from foretell.bench.longcontext.answer import Drafting, Outcome, Runner
 from foretell.bench.longcontext.corpus import Book, books
 from foretell.bench.longcontext.methods import Method
 from foretell.bench.longcontext.questions import Question
@@ -53,13 +53,11 @@ class Settings:
         """Before a model is loaded.
 
         Raises:
-            InputError: an unknown task, or no whole block of text.
+            InputError: an unknown task.
         """
         for task in self.tasks:
             if task not in TASKS:
                 raise InputError(f"unknown --task {task!r}", hint=f"one of: {', '.join(TASKS)}")
-        if self.text % BLOCK or self.text < BLOCK:
-            raise InputError(f"--text must be a multiple of {BLOCK}, got {self.text}")
 
     def check_lengths(self, context: int) -> None:
         """Compares with what the model can read.
@@ -128,7 +126,7 @@ def _passage(book: Book, length: int, settings: Settings, tokenizer: Tokenizer) 
     ids = tokenizer.encode(book.text, special=False)
     if len(ids) < length:
         raise InputError(f"the book {book.name} has {len(ids)} tokens, {length} are wanted")
-    # the first token of the text comes of a full pass, and one is drawn behind the last block
+    # the first token of the text comes of a full pass, and the engine would draw one behind the last
     read = length - settings.text - 2
     return Passage(f"{PERPLEXITY} {length} {book.name}", length, ids[:read], ids[read : length - 1])
 
